@@ -94,7 +94,10 @@ class SamplingParams:
                 raise ValueError(f"{name}={getattr(self, name)} is not in [-2, 2]")
         if not 0.0 < _number("repetition_penalty", self.repetition_penalty) <= 100.0:
             raise ValueError(f"repetition_penalty={self.repetition_penalty} is not in (0, 100]")
-        if self.logprobs is not None and not 0 <= _integer("logprobs", self.logprobs) <= MAX_LOGPROBS:
+        if (
+            self.logprobs is not None
+            and not 0 <= _integer("logprobs", self.logprobs) <= MAX_LOGPROBS
+        ):
             raise ValueError(f"logprobs={self.logprobs} is not between 0 and {MAX_LOGPROBS}")
         self._check_logit_bias()
         self._check_stops()
@@ -116,7 +119,9 @@ class SamplingParams:
             raise ValueError("stop needs detokenize=True")
         ids = tuple(self.stop_token_ids or ())
         if len(ids) > MAX_STOP_TOKEN_IDS:
-            raise ValueError(f"stop_token_ids has {len(ids)} ids; the limit is {MAX_STOP_TOKEN_IDS}")
+            raise ValueError(
+                f"stop_token_ids has {len(ids)} ids; the limit is {MAX_STOP_TOKEN_IDS}"
+            )
         for token in ids:
             if _integer("stop_token_ids", token) < 0:
                 raise ValueError(f"stop_token_ids contains the negative id {token}")
