@@ -48,6 +48,43 @@ class SchedulerConfig:
     max_preemptions_per_request: int | None = None
     overlap_depth: int = 0
 
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("num_blocks", 2),
+            ("block_size", 1),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("max_model_len", 2),
+            ("long_prefill_token_threshold", 0),
+            ("overlap_depth", 0),
+        ):
+            value = getattr(self, name)
+            if value < least:
+                raise ValueError(f"{name}={value} must be at least {least}; change --{name}")
+        for name, least in (("max_num_queued_reqs", 0), ("max_preemptions_per_request", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value} must be at least {least}; change --{name}")
+        object.__setattr__(self, "watermark", check_watermark(self.watermark))
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
+                f"max_num_seqs={self.max_num_seqs}, so that not every sequence could decode in a "
+                "step; raise --max_num_batched_tokens or lower --max_num_seqs"
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
+                f"max_model_len={self.max_model_len}, so that the longest prompt could not be "
+                "computed without chunked prefill; raise --max_num_batched_tokens, lower "
+                "--max_model_len or leave --enable_chunked_prefill on"
+            )
+        if self.scheduling_policy not in ("fcfs", "priority"):
+            raise ValueError(
+                f"scheduling_policy={self.scheduling_policy!r} is neither 'fcfs' nor 'priority'; "
+                "change --scheduling_policy"
+            )
+
     @property
     def watermark_blocks(self) -> int:
         """Blocks kept free at admission by a fixed watermark; 0 under "auto"."""

@@ -30,10 +30,30 @@ class Preemption:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class KVLoad:
+    """KV of a prompt's start to be fetched into blocks while the request waits.
+
+    Attributes:
+      request: status WAITING_FOR_KV until `Scheduler.finish_kv_load`.
+      start: first token whose KV is fetched (those before it were found in the prefix cache).
+      num_tokens: tokens whose KV is fetched.
+      block_ids: int32, all blocks of the request so far, in order, from position 0.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    block_ids: NDArray[np.int32]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One step's plan: plain arrays, a row per scheduled request. Never changed after `schedule`.
 
-    Order: decoding rows (one token each) come first, in running order; then all others.
+    Order: decoding rows come first, in running order; then rows that compute known tokens
+    (chunks of a prompt or of a resumed sequence), in running order, admissions of this step last.
+    A decoding row runs the one token that the previous step of its slot sampled, which may still
+    be in flight; every other row runs tokens that `Scheduler.token_ids` holds, even if it is one.
     The engine keeps device state per slot, so it needs only what changed since the last step.
 
     Attributes:
@@ -53,6 +73,11 @@ class SchedulerOutput:
         for rows that are not in `joined`.
       preemptions: who was preempted in this call.
       finished_request_ids: ids finished since the last output, each reported exactly once.
+      ended_requests: requests that `schedule` itself ended in this call because the pool cannot
+        hold them (status and `warning` say so); their ids are in finished_request_ids too.
+      kv_loads: asynchronous loads to start; each ends with `Scheduler.finish_kv_load`.
+      num_steps: decode steps to run in a row on the device; above 1 only if every row is a
+        decode, and then `Scheduler.update` takes int32 [n, num_steps].
     """
 
     step_id: int
@@ -69,6 +94,9 @@ class SchedulerOutput:
     new_block_ids: NDArray[np.int32]
     preemptions: tuple[Preemption, ...] = ()
     finished_request_ids: tuple[str, ...] = ()
+    ended_requests: tuple[Request, ...] = ()
+    kv_loads: tuple[KVLoad, ...] = ()
+    num_steps: int = 1
 
     @property
     def total_num_tokens(self) -> int:
@@ -79,14 +107,16 @@ class SchedulerOutput:
 class StepResult:
     """What `Scheduler.update` made of a step's tokens.
 
+    A request that got several tokens (num_steps > 1) appears once for each, one after the other.
+
     Attributes:
-      requests: requests that got a token, in row order.
-      tokens: the token of each of them.
-      rows: int32, their rows in the SchedulerOutput (for log-probabilities).
+      requests: object [m], requests that got a token, in row order.
+      tokens: int32 [m], the token of each of them.
+      rows: int32 [m], their rows in the SchedulerOutput (for log-probabilities).
       finished: those of them that ended with this token.
     """
 
-    requests: list[Request]
-    tokens: list[int]
+    requests: NDArray[np.object_]
+    tokens: NDArray[np.int32]
     rows: NDArray[np.int32]
     finished: list[Request]

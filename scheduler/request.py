@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from scheduler.slots import SlotArrays
 
 
 class RequestStatus(enum.IntEnum):
@@ -57,10 +61,11 @@ class Request:
       skip_prefix_cache_read: the whole prompt is computed (prompt log-probabilities asked for).
 
       status, slot: slot is -1 unless running.
-      output_token_ids: what was generated so far, in order; grows in `Scheduler.update`.
-      stop_reason: the stop token id that ended it, else None.
+      stop_reason: what ended it: the stop token id, or the stop string given to
+        `Scheduler.finish`; else None.
       num_cached_tokens: prompt tokens found in the prefix cache at first admission.
       num_preemptions, num_recomputed_tokens: how often, and what that cost.
+      first_scheduled_time: seconds on the scheduler's clock, None before.
       warning: a sentence for the user (for example: the pool was too small), or None.
     """
 
@@ -77,14 +82,50 @@ class Request:
 
     status: RequestStatus = RequestStatus.WAITING
     slot: int = -1
-    output_token_ids: list[int] = dataclasses.field(default_factory=list)
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     first_scheduled_time: float | None = None
     warning: str | None = None
 
+    # While it runs the tokens live in its slot, so that a step appends to all rows at once;
+    # `saved_tokens` (prompt and output) holds them before, between and after.
+    slot_arrays: SlotArrays | None = dataclasses.field(default=None, repr=False)
+    saved_tokens: NDArray[np.int32] | None = dataclasses.field(default=None, repr=False)
+    # Private to the scheduler, see the modules that use them.
+    queue_number: int = -1
+    num_stale_samples: int = 0
+    max_computed_tokens: int = 0
+    block_hashes: list[bytes] = dataclasses.field(default_factory=list, repr=False)
+    kv_blocks: NDArray[np.int32] | None = dataclasses.field(default=None, repr=False)
+
     @property
     def prompt_len(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def all_token_ids(self) -> NDArray[np.int32]:
+        """Prompt and output so far, int32 [num_tokens]; a copy."""
+        if self.slot_arrays is not None:
+            slots, slot = self.slot_arrays, self.slot
+            return slots.token_ids[slot, : slots.num_tokens[slot]].copy()
+        tokens = self.prompt_token_ids if self.saved_tokens is None else self.saved_tokens
+        return np.array(tokens, np.int32)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+        if self.slot_arrays is not None:
+            return int(self.slot_arrays.num_tokens[self.slot])
+        return self.prompt_len if self.saved_tokens is None else len(self.saved_tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return self.num_tokens - self.prompt_len
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """What was generated so far, in order; built anew at each access."""
+        return self.all_token_ids[self.prompt_len :].tolist()
