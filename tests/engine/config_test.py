@@ -9,7 +9,7 @@ from engine.config import EngineConfig
 
 @pytest.mark.parametrize("watermark", [1, 1.0, -0.1, math.nan, math.inf, "abc", "nan", None])
 def test_refuses_watermark(watermark):
-    with pytest.raises(ValueError, match="watermark=.*--watermark"):
+    with pytest.raises(ValueError, match=r"watermark=.*--watermark"):
         EngineConfig(watermark=watermark).validate()
 
 

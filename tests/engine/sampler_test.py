@@ -124,7 +124,7 @@ def test_penalties():
     history = np.zeros((1, 16), np.int32)
     history[0, :6] = [10, 11, 12, 10, 11, 11]  # prompt of four, then 11 twice
     history[0, 6:] = 13  # beyond the known tokens: must not count
-    tweak = dict(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.5)
+    tweak = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5}
     expected = logits[0].copy()
     for token in (10, 11, 12):
         value = expected[token]

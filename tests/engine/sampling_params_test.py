@@ -29,7 +29,7 @@ from engine.sampling_params import SamplingParams
         ("logprobs", 21, "logprobs=21"),
         ("logprobs", -1, "logprobs=-1"),
         ("logit_bias", {1: 101.0}, "logit_bias[1]=101.0"),
-        ("logit_bias", {i: 0.0 for i in range(301)}, "301 entries"),
+        ("logit_bias", dict.fromkeys(range(301), 0.0), "301 entries"),
         ("stop", [""], "empty string"),
         ("stop_token_ids", [-1], "-1"),
         ("stop_token_ids", list(range(33)), "33 ids"),
