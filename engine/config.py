@@ -46,6 +46,7 @@ class EngineConfig:
       batch_invariant: logits do not depend on batch mates, chunking or preemption, bit by bit.
       attention_implementation: name of the kernel; None chooses by platform.
       compile_cache_dir: folder of compiled programs; None is the user's cache folder, "" is off.
+      aot_bundle: file of compiled steps: read if it exists, else written. Trusted input only.
       warmup: compile every bucket at start-up.
     """
 
@@ -76,6 +77,7 @@ class EngineConfig:
     batch_invariant: bool = False
     attention_implementation: str | None = None
     compile_cache_dir: str | None = None
+    aot_bundle: str | None = None
     warmup: bool = True
 
     def validate(self) -> EngineConfig:

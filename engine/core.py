@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import pathlib
 import time
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.aot_bundle import Bundle, BundleError
 from engine.buckets import Buckets
 from engine.compile_cache import enable_compile_cache
 from engine.config import EngineConfig
@@ -113,7 +115,7 @@ class EngineCore:
             buckets=Buckets(sizes.max_num_seqs, sizes.max_num_batched_tokens),
         )
         if config.warmup:
-            self.runner.warm_up(progress=progress)
+            self._warm_up(progress)
         self._active: dict[str, _Active] = {}
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self._depth = self.scheduler.config.overlap_depth
@@ -123,6 +125,36 @@ class EngineCore:
         self._implementation = implementation
         self._dtype_name = np.dtype(dtype).name
         self.startup_seconds = time.monotonic() - started
+
+    def _warm_up(self, progress: bool) -> None:
+        """Gets every compiled step: from the named bundle, the cache folder, or the compiler."""
+        runner = self.runner
+        named = self.config.aot_bundle
+        if named is not None and (path := pathlib.Path(named)).exists():
+            runner.load_bundle(Bundle(path, runner.fingerprint()))
+            runner.warm_up(progress=progress)
+            return
+        cached = self._cache_dir and self._cache_dir / f"steps-{runner.fingerprint()}.zip"
+        found = False
+        if cached and cached.exists():
+            try:
+                runner.load_bundle(Bundle(cached, runner.fingerprint()))
+                found = True
+            except BundleError as error:
+                logger.warning("%s; compiling anew.", error)
+        runner.warm_up(progress=progress)
+        if named is not None:
+            try:
+                runner.write_bundle(pathlib.Path(named))
+            except OSError as error:
+                raise ValueError(
+                    f"AOT bundle {named} cannot be written: {error.strerror}; change --aot_bundle"
+                ) from error
+        if cached and not found:
+            try:
+                runner.write_bundle(cached)
+            except OSError as error:
+                logger.warning("Compile cache %s cannot be written: %s.", cached, error.strerror)
 
     # Requests ---------------------------------------------------------------------------------
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import hashlib
 import os
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from flax import nnx
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from engine.aot_bundle import Bundle, source_digest, write_bundle
 from engine.buckets import Buckets
 from engine.device_state import (
     MAX_BULK_UPDATES,
@@ -114,12 +117,42 @@ class ModelRunner:
 
     # Compilation ------------------------------------------------------------------------------
 
+    @property
+    def _jobs(self) -> list[StepShape | str]:
+        return ["join", "updates", *self.buckets.all]
+
+    def fingerprint(self) -> str:
+        """Identifies what this runner compiles: sources, model structure, shapes and settings."""
+        parts = [
+            source_digest("engine", "models", "pallas_kernels"),
+            repr(self._config),
+            str(self._treedef),
+            *(str(_abstract(x)) for x in jax.tree.leaves((self._leaves, self._kv_pages))),
+            *(str(_abstract(x)) for x in self._state),
+            *(str(job) for job in self._jobs),
+        ]
+        return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+
+    def load_bundle(self, bundle: Bundle) -> None:
+        """Takes every executable from a bundle. Raises BundleError, and then keeps none."""
+        loaded = {job: bundle.load(_name(job)) for job in self._jobs}
+        self._compiled.update(loaded)
+
+    def write_bundle(self, path: pathlib.Path) -> None:
+        """Writes the compiled steps. Raises OSError where the file cannot be written."""
+        write_bundle(path, self.fingerprint(), {_name(k): c for k, c in self._compiled.items()})
+
     def warm_up(self, *, progress: bool = True) -> None:
-        """Compiles every bucket, then runs each once on padding, so that serving compiles nothing."""
-        jobs: list[StepShape | str] = ["join", "updates", *self.buckets.all]
+        """Compiles what is not loaded, then runs each bucket once on padding.
+
+        After this, serving compiles nothing.
+        """
+        jobs = [job for job in self._jobs if job not in self._compiled]
         with (
             concurrent.futures.ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as pool,
-            tqdm(total=len(jobs), desc="Compiling", disable=not progress, leave=False) as bar,
+            tqdm(
+                total=len(jobs), desc="Compiling", disable=not (progress and jobs), leave=False
+            ) as bar,
         ):
             futures = {pool.submit(self._compile, job): job for job in jobs}
             for future in concurrent.futures.as_completed(futures):
@@ -220,6 +253,13 @@ class ModelRunner:
     def state(self) -> DeviceState:
         """The resident state, for tests and tools."""
         return self._state
+
+
+def _name(job: StepShape | str) -> str:
+    """The name of a job's entry in a bundle."""
+    if isinstance(job, str):
+        return job
+    return f"{'decode' if job.decode else 'mixed'}-{job.num_tokens}x{job.num_rows}"
 
 
 def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:

@@ -197,12 +197,12 @@ def test_a_promise_beyond_the_pool_is_refused(tiny_settings):
     settings = {**tiny_settings, "num_kv_blocks": 11, "max_model_len": None, "warmup": False}
     llm = LLM(**settings, progress=False)
     assert llm.core.sizes.max_model_len == 40
-    with pytest.raises(ValueError, match="41|40"):
+    with pytest.raises(ValueError, match=r"41|40"):
         llm.generate({"prompt_token_ids": [3] * 30}, SamplingParams(max_tokens=20, ignore_eos=True))
 
 
 def test_max_model_len_beyond_the_pool_names_both(tiny_settings):
-    with pytest.raises(ValueError, match="11 KV blocks.*40 tokens.*max_model_len=128"):
+    with pytest.raises(ValueError, match=r"11 KV blocks.*40 tokens.*max_model_len=128"):
         LLM(**{**tiny_settings, "num_kv_blocks": 11, "warmup": False}, progress=False)
 
 
