@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from scheduler.block_pool import NULL_BLOCK, BlockPool
 from scheduler.config import SchedulerConfig
-from scheduler.prefix_hash import extend_block_hashes
+from scheduler.prefix_hash import block_hash, extend_block_hashes
 from scheduler.request import Request
 
 _NO_BLOCKS = np.zeros(0, np.int32)
@@ -123,6 +124,33 @@ class KVCacheManager:
             extend_block_hashes(hashes, token_ids, self._block_size, count, request.cache_salt)
         self.pool.register(self.block_table[slot, known:count], hashes[known:count])
         self.num_hashed[slot] = count
+
+    def cache_decoded(
+        self,
+        requests: Sequence[Request],
+        slots: NDArray[np.integer],
+        token_ids: NDArray[np.int32],
+    ) -> None:
+        """Makes the next block of each of `slots` findable; its tokens are known and computed.
+
+        The batched form of `cache_blocks` for decodes, which fill one block at a time.
+        """
+        bs, first = self._block_size, self.num_hashed[slots]
+        positions = (first * bs)[:, None] + np.arange(bs, dtype=np.int32)
+        data = token_ids[slots[:, None], positions].tobytes()
+        step = 4 * bs
+        keys = []
+        for i, (request, index) in enumerate(zip(requests, first.tolist())):
+            hashes = request.block_hashes
+            # A resumed request may know the hashes of blocks that it has not filled again.
+            if len(hashes) == index:
+                if index:
+                    hashes.append(block_hash(hashes[-1], data[i * step : (i + 1) * step]))
+                else:
+                    extend_block_hashes(hashes, token_ids[slots[i]], bs, 1, request.cache_salt)
+            keys.append(hashes[index])
+        self.pool.register(self.block_table[slots, first], keys)
+        self.num_hashed[slots] = first + 1
 
 
 __all__ = ["NO_NEW_BLOCKS", "KVCacheManager", "NewBlocks"]

@@ -13,6 +13,11 @@ _DIGEST_BYTES = 32
 _NO_SALT = blake2b(b"", digest_size=_DIGEST_BYTES).digest()
 
 
+def block_hash(parent: bytes, tokens: bytes) -> bytes:
+    """Hash of a full block: its tokens' bytes (int32, native order) after the parent's hash."""
+    return blake2b(parent + tokens, digest_size=_DIGEST_BYTES).digest()
+
+
 def extend_block_hashes(
     hashes: list[bytes],
     token_ids: NDArray[np.int32],
@@ -45,4 +50,4 @@ def extend_block_hashes(
         hashes.append(parent)
 
 
-__all__ = ["extend_block_hashes"]
+__all__ = ["block_hash", "extend_block_hashes"]

@@ -86,6 +86,7 @@ class Scheduler:
         self._running = np.zeros(config.max_num_seqs, np.intp)
         self._num_running = 0
         self._is_running = np.zeros(config.max_num_seqs, np.bool_)
+        self._all_rows = np.arange(config.max_num_seqs, dtype=np.int32)
         self._in_flight: deque[int] = deque()
         # Requests preempted while steps in flight sample for them, by the slot and epoch they had.
         self._stale: dict[tuple[int, int], Request] = {}
@@ -338,7 +339,7 @@ class Scheduler:
         granted = _within_budget(wanted, plan.budget)
         bs = self.config.block_size
         needed = (computed + granted + (bs - 1)) // bs - self.num_blocks_held[running]
-        growing = np.flatnonzero(needed > 0)
+        (growing,) = (needed > 0).nonzero()
         if len(growing):
             counts = needed[growing]
             if int(counts.sum()) <= self.pool.num_free:
@@ -346,10 +347,10 @@ class Scheduler:
             else:
                 growth = _GrowthUnderPressure(self, plan, running, computed, wanted)
                 granted = growth.run(granted, needed)
-        active = granted > 0
-        if active.all():
+        if granted.all():
             slots, start = running.copy(), computed
         else:
+            active = granted > 0
             slots, start, granted = running[active], computed[active], granted[active]
         if plan.preemptions or plan.ended:
             self._compress_running()
@@ -549,51 +550,45 @@ class Scheduler:
         self._in_flight.popleft()
         state = self.slots
         current = state.epochs[output.slots] == output.epochs
-        rows = np.flatnonzero(current & output.samples)
-        slots = output.slots[rows].astype(np.intp)
-        tokens_of_rows = tokens[rows]
+        all_current = bool(current.all())
+        if all_current and output.num_decodes == n:
+            rows, slots, tokens_of_rows = self._all_rows[:n], output.slots, tokens
+        else:
+            (rows,) = (current & output.samples).nonzero()
+            slots, tokens_of_rows = output.slots[rows], tokens[rows]
         lengths = state.num_tokens[slots]
         state.token_ids[slots, lengths] = tokens_of_rows
         lengths += 1
         state.num_tokens[slots] = lengths
-        stopped = np.zeros(len(rows), np.bool_)
-        for stop_ids in state.stop_ids.T:
-            stopped |= stop_ids[slots] == tokens_of_rows
-        ended = stopped | (lengths >= state.max_total[slots])
+        ended = lengths >= state.max_total[slots]
+        for stop_ids in state.stop_ids:
+            ended |= stop_ids[slots] == tokens_of_rows
         requests = state.requests[slots]
         if self.kv.enable_prefix_caching:
-            self._cache_decoded(output, slots, rows)
+            # Their tokens are all known now, and the step wrote their KV.
+            ends = output.start[rows] + output.num_tokens[rows]
+            (full,) = (ends // self.config.block_size > self.kv.num_hashed[slots]).nonzero()
+            if len(full):
+                self.kv.cache_decoded(requests[full], slots[full], state.token_ids)
         finished = []
         if ended.any():
-            for i in np.flatnonzero(ended).tolist():
+            for i in ended.nonzero()[0].tolist():
                 request = requests[i]
-                self._vacate(int(slots[i]))
-                self._end_on_token(request, int(tokens_of_rows[i]), bool(stopped[i]))
+                self._vacate(request.slot)
+                self._end_on_token(request, int(tokens_of_rows[i]))
                 finished.append(request)
             self._compress_running()
         self.stats.num_generated_tokens += len(rows)
-        result = StepResult(requests, tokens_of_rows, rows.astype(np.int32), finished)
-        if len(rows) < n and not current.all():
+        result = StepResult(requests, tokens_of_rows, rows.astype(np.int32, copy=False), finished)
+        if not all_current:
             return self._deliver_stale(output, tokens, current, result)
         return result
 
-    def _end_on_token(self, request: Request, token: int, stopped: bool) -> None:
-        if stopped:
+    def _end_on_token(self, request: Request, token: int) -> None:
+        if token in request.stop_token_ids:
             self._end(request, RequestStatus.FINISHED_STOPPED, token)
         else:
             self._end(request, RequestStatus.FINISHED_LENGTH)
-
-    def _cache_decoded(
-        self, output: SchedulerOutput, slots: NDArray[np.intp], rows: NDArray[np.intp]
-    ) -> None:
-        """Makes blocks findable whose tokens are all known now and whose KV the step wrote."""
-        ends = output.start[rows] + output.num_tokens[rows]
-        full = ends // self.config.block_size > self.kv.num_hashed[slots]
-        for i in np.flatnonzero(full).tolist():
-            slot = int(slots[i])
-            self.kv.cache_blocks(
-                slot, self.slots.requests[slot], self.slots.token_ids[slot], int(ends[i])
-            )
 
     def _deliver_stale(
         self,
@@ -619,11 +614,10 @@ class Scheduler:
             request.saved_tokens = np.append(request.saved_tokens, np.int32(token))
             self.stats.num_generated_tokens += 1
             merged[row] = request
-            stopped = token in request.stop_token_ids
             limit = min(request.prompt_len + request.max_tokens, self.config.max_model_len)
-            if stopped or request.num_tokens >= limit:
+            if token in request.stop_token_ids or request.num_tokens >= limit:
                 self._waiting.discard(request.status)
-                self._end_on_token(request, token, stopped)
+                self._end_on_token(request, token)
                 result.finished.append(request)
         rows = np.array(sorted(merged), np.int32)
         requests = np.empty(len(rows), object)
@@ -654,7 +648,8 @@ class Scheduler:
         """
         if force:
             for slot in self.running[::-1].tolist():
-                self._preempt(self.slots.requests[slot], None, "reset", keep_in_flight=False)
+                request: Request = self.slots.requests[slot]
+                self._preempt(request, None, "reset", keep_in_flight=False)
             self._compress_running()
             for request in self._stale.values():
                 request.num_stale_samples = 0
@@ -778,9 +773,9 @@ class _GrowthUnderPressure:
 
 def _within_budget(wanted: NDArray[np.int32], budget: int) -> NDArray[np.int32]:
     """Grants `wanted` in order until the budget is used up."""
-    upto = np.cumsum(wanted, dtype=np.int32)
-    if not len(upto) or upto[-1] <= budget:
+    if int(wanted.sum()) <= budget:
         return wanted
+    upto = np.cumsum(wanted, dtype=np.int32)
     return np.clip(budget - (upto - wanted), 0, wanted)
 
 

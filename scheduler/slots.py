@@ -31,7 +31,8 @@ class SlotArrays:
       prompt_lens: prompt tokens.
       max_total: length at which the request ends: min(prompt + max_tokens, max_model_len).
       max_computed: tokens computed before the last preemption; those below are recomputed.
-      stop_ids: int32 [max_num_seqs, width], stop token ids padded with NO_TOKEN.
+      stop_ids: int32 [width, max_num_seqs], stop token ids padded with NO_TOKEN; width grows to
+        the most that any request has had.
       epochs: int32, occupancy counter of each slot, raised when a request leaves it.
       requests: object, the request in each slot or None.
     """
@@ -48,7 +49,7 @@ class SlotArrays:
         self.max_total: NDArray[np.int32] = np.zeros(n, np.int32)
         self.max_computed: NDArray[np.int32] = np.zeros(n, np.int32)
         self.epochs: NDArray[np.int32] = np.zeros(n, np.int32)
-        self.stop_ids: NDArray[np.int32] = np.full((n, 1), NO_TOKEN, np.int32)
+        self.stop_ids: NDArray[np.int32] = np.full((1, n), NO_TOKEN, np.int32)
         self.requests: NDArray[np.object_] = np.full(n, None, object)
         self._max_model_len = config.max_model_len
         self._free = list(range(n))
@@ -88,14 +89,14 @@ class SlotArrays:
         return request
 
     def _set_stop_ids(self, slot: int, ids: tuple[int, ...]) -> None:
-        width = self.stop_ids.shape[1]
+        width, num_slots = self.stop_ids.shape
         if len(ids) > width:
-            wider = np.full((len(self.stop_ids), len(ids)), NO_TOKEN, np.int32)
-            wider[:, :width] = self.stop_ids
+            wider = np.full((len(ids), num_slots), NO_TOKEN, np.int32)
+            wider[:width] = self.stop_ids
             self.stop_ids = wider
-        self.stop_ids[slot] = NO_TOKEN
+        self.stop_ids[:, slot] = NO_TOKEN
         if ids:
-            self.stop_ids[slot, : len(ids)] = ids
+            self.stop_ids[: len(ids), slot] = ids
 
 
 __all__ = ["NO_TOKEN", "SlotArrays"]
