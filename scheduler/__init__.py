@@ -7,6 +7,7 @@ from scheduler.kv_cache import KVCacheManager
 from scheduler.output import KVLoad, Preemption, SchedulerOutput, StepResult
 from scheduler.request import Request, RequestStatus
 from scheduler.scheduler import Scheduler
+from scheduler.state import KVLoader
 from scheduler.stats import SchedulerStats
 from scheduler.waiting import QueueFullError
 
@@ -17,6 +18,7 @@ __all__ = [
     "FixedWatermark",
     "KVCacheManager",
     "KVLoad",
+    "KVLoader",
     "Preemption",
     "QueueFullError",
     "Request",

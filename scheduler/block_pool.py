@@ -238,7 +238,7 @@ class BlockPool:
         assert keys.keys() == self._block_of.keys(), "the hash map names other blocks"
         for key, blocks in keys.items():
             named = [self._block_of[key], *self._twins.get(key, [])]
-            assert set(named) == blocks and len(named) == len(blocks), "twins are out of step"
+            assert sorted(named) == sorted(blocks), "twins are out of step"
 
 
 __all__ = ["NULL_BLOCK", "BlockPool", "LruQueue"]

@@ -67,15 +67,32 @@ class KVCacheManager:
 
     def admit(self, slot: int, shared: NDArray[np.int32], num_new: int) -> None:
         """Gives an empty slot `shared` cached blocks and `num_new` new ones (checked before)."""
-        # Taken first, so that allocating cannot evict them.
-        if len(shared):
-            self.pool.share(shared)
         count = len(shared)
+        if count:
+            # Taken first, so that allocating cannot evict them.
+            self.pool.share(shared)
         row = self.block_table[slot]
         row[:count] = shared
         row[count : count + num_new] = self.pool.allocate(num_new)
         self.num_held[slot] = count + num_new
         self.num_hashed[slot] = count
+
+    def take(self, shared: NDArray[np.int32], num_new: int) -> NDArray[np.int32]:
+        """The blocks that `admit` would give, for a request that has no slot yet."""
+        self.pool.share(shared)
+        return np.concatenate([shared, self.pool.allocate(num_new)])
+
+    def adopt(self, slot: int, blocks: NDArray[np.int32], num_hashed: int, num_new: int) -> None:
+        """Gives an empty slot blocks taken before and `num_new` new ones.
+
+        The prefix cache knows the first `num_hashed` of them.
+        """
+        held = len(blocks) + num_new
+        row = self.block_table[slot]
+        row[: len(blocks)] = blocks
+        row[len(blocks) : held] = self.pool.allocate(num_new)
+        self.num_held[slot] = held
+        self.num_hashed[slot] = num_hashed
 
     def grow(self, slots: NDArray[np.intp], counts: NDArray[np.int32]) -> NewBlocks:
         """Appends counts[i] >= 1 blocks to slots[i]; the pool must have as many."""

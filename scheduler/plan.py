@@ -41,16 +41,13 @@ class StepPlan:
     ended: list[Request] = dataclasses.field(default_factory=list)
     kv_loads: list[KVLoad] = dataclasses.field(default_factory=list)
 
-    def rows(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-        """slots, start and num_tokens of all rows, in the order of `SchedulerOutput`."""
-        slots = self.slots.astype(np.int32)
-        if not self.joined_slots:
-            return slots, self.start, self.num_tokens
-        return (
-            np.concatenate([slots, np.array(self.joined_slots, np.int32)]),
-            np.concatenate([self.start, np.array(self.joined_start, np.int32)]),
-            np.concatenate([self.num_tokens, np.array(self.joined_tokens, np.int32)]),
-        )
+    def merge(self) -> None:
+        """Appends the rows admitted in this step to `slots`, `start` and `num_tokens`."""
+        if self.joined_slots:
+            self.slots = np.concatenate([self.slots, np.array(self.joined_slots, np.intp)])
+            self.start = np.concatenate([self.start, np.array(self.joined_start, np.int32)])
+            counts = np.array(self.joined_tokens, np.int32)
+            self.num_tokens = np.concatenate([self.num_tokens, counts])
 
 
 __all__ = ["StepPlan"]

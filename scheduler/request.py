@@ -98,7 +98,6 @@ class Request:
     num_stale_samples: int = 0
     max_computed_tokens: int = 0
     block_hashes: list[bytes] = dataclasses.field(default_factory=list, repr=False)
-    kv_blocks: NDArray[np.int32] | None = dataclasses.field(default=None, repr=False)
 
     @property
     def prompt_len(self) -> int:

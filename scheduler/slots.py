@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,10 @@ class SlotArrays:
     def num_free(self) -> int:
         return len(self._free)
 
+    def request_at(self, slot: int) -> Request:
+        """The request in an occupied slot."""
+        return cast(Request, self.requests[slot])
+
     def join(self, request: Request, num_computed: int) -> int:
         """Puts a waiting request into the lowest free slot and returns the slot."""
         slot = heapq.heappop(self._free)
@@ -79,7 +84,7 @@ class SlotArrays:
 
     def leave(self, slot: int) -> Request:
         """Vacates `slot`, saving the tokens in the request; returns the request."""
-        request: Request = self.requests[slot]
+        request = self.request_at(slot)
         request.saved_tokens = self.token_ids[slot, : self.num_tokens[slot]].copy()
         request.slot_arrays = None
         request.slot = -1

@@ -89,7 +89,7 @@ class Driver:
 
     def request(self, name: str, prompt_len: int = 8, max_tokens: int = 8, **kwargs) -> Request:
         """A request counting from its own base; add it with `add`."""
-        base = 1000 * (1 + len(self.scheduler._requests) + len(self.model.history))
+        base = 1000 * (1 + len(self.scheduler.requests) + len(self.model.history))
         prompt = kwargs.pop("prompt", base + np.arange(prompt_len))
         return Request(name, np.asarray(prompt, np.int32), max_tokens, **kwargs)
 
