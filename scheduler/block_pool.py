@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,13 +48,15 @@ class LruQueue:
         while count:
             end = min(self._tail, self._head + count + 16)
             window = self._ids[self._head : end]
-            live = np.flatnonzero(self._position[window] == np.arange(self._head, end))[:count]
+            live = (self._position[window] == np.arange(self._head, end)).nonzero()[0][:count]
             part = window[live]
             self._head = self._head + int(live[-1]) + 1 if len(part) == count else end
             self._position[part] = -1
             self._size -= len(part)
             count -= len(part)
             parts.append(part)
+        if len(parts) == 1:
+            return parts[0]
         return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
     def remove(self, ids: NDArray[np.int32]) -> None:
@@ -124,12 +127,14 @@ class BlockPool:
         blank = min(count, self._num_blank)
         end = self._num_blank
         self._num_blank = end - blank
-        ids = self._blank[self._num_blank : end][::-1].copy()
-        if count > blank:
+        ids = self._blank[self._num_blank : end][::-1]
+        if blank < count:
             evicted = self._lru.pop(count - blank)
             self._forget(evicted)
             self.num_evictions += len(evicted)
-            ids = np.concatenate([ids, evicted])
+            ids = np.concatenate([ids, evicted]) if blank else evicted
+        else:
+            ids = ids.copy()
         self.ref_counts[ids] = 1
         return ids
 
@@ -178,9 +183,11 @@ class BlockPool:
         """Makes blocks in use findable by the hashes of their (final) content."""
         block_of, hash_of = self._block_of, self._hash_of
         for block, key in zip(ids.tolist(), hashes):
-            if block_of.setdefault(key, block) != block:
-                self._twins.setdefault(key, []).append(block)
             hash_of[block] = key
+            if key in block_of:
+                self._twins.setdefault(key, []).append(block)
+            else:
+                block_of[key] = block
         self._has_hash[ids] = True
 
     def reset_cache(self) -> bool:
@@ -197,20 +204,20 @@ class BlockPool:
         return True
 
     def _forget(self, ids: NDArray[np.int32]) -> None:
+        hash_of, block_of, twins_of = self._hash_of, self._block_of, self._twins
         for block in ids.tolist():
-            key = self._hash_of[block]
-            assert key is not None
-            self._hash_of[block] = None
-            twins = self._twins.get(key)
-            if twins is None:
-                del self._block_of[key]
+            key = cast(bytes, hash_of[block])
+            hash_of[block] = None
+            if key not in twins_of:
+                del block_of[key]
                 continue
-            if self._block_of[key] == block:
-                self._block_of[key] = twins.pop(0)
+            twins = twins_of[key]
+            if block_of[key] == block:
+                block_of[key] = twins.pop(0)
             else:
                 twins.remove(block)
             if not twins:
-                del self._twins[key]
+                del twins_of[key]
         self._has_hash[ids] = False
 
     def check_integrity(self) -> None:

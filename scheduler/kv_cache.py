@@ -145,26 +145,25 @@ class KVCacheManager:
     def cache_decoded(
         self,
         requests: Sequence[Request],
-        slots: NDArray[np.integer],
+        slots: NDArray[np.intp],
         token_ids: NDArray[np.int32],
     ) -> None:
         """Makes the next block of each of `slots` findable; its tokens are known and computed.
 
         The batched form of `cache_blocks` for decodes, which fill one block at a time.
         """
-        bs, first = self._block_size, self.num_hashed[slots]
-        positions = (first * bs)[:, None] + np.arange(bs, dtype=np.int32)
-        data = token_ids[slots[:, None], positions].tobytes()
-        step = 4 * bs
+        bs = self._block_size
+        first = self.num_hashed[slots].astype(np.intp)
         keys = []
-        for i, (request, index) in enumerate(zip(requests, first.tolist())):
+        for request, slot, index in zip(requests, slots.tolist(), first.tolist()):
             hashes = request.block_hashes
             # A resumed request may know the hashes of blocks that it has not filled again.
             if len(hashes) == index:
                 if index:
-                    hashes.append(block_hash(hashes[-1], data[i * step : (i + 1) * step]))
+                    tokens = token_ids[slot, index * bs : (index + 1) * bs].tobytes()
+                    hashes.append(block_hash(hashes[-1], tokens))
                 else:
-                    extend_block_hashes(hashes, token_ids[slots[i]], bs, 1, request.cache_salt)
+                    extend_block_hashes(hashes, token_ids[slot], bs, 1, request.cache_salt)
             keys.append(hashes[index])
         self.pool.register(self.block_table[slots, first], keys)
         self.num_hashed[slots] = first + 1

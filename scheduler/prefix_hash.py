@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 
 # A cryptographic hash, because equal hashes mean shared KV: a weak one would let one tenant craft
 # a prompt that reads another's.
-_DIGEST_BYTES = 32
-_NO_SALT = blake2b(b"", digest_size=_DIGEST_BYTES).digest()
+# The full digest of 64 bytes, since asking for a shorter one costs more than it saves.
+_NO_SALT = blake2b(b"").digest()
 
 
 def block_hash(parent: bytes, tokens: bytes) -> bytes:
     """Hash of a full block: its tokens' bytes (int32, native order) after the parent's hash."""
-    return blake2b(parent + tokens, digest_size=_DIGEST_BYTES).digest()
+    return blake2b(parent + tokens).digest()
 
 
 def extend_block_hashes(
@@ -42,12 +42,13 @@ def extend_block_hashes(
     elif cache_salt is None:
         parent = _NO_SALT
     else:
-        parent = blake2b(b"salt" + cache_salt.encode(), digest_size=_DIGEST_BYTES).digest()
+        parent = blake2b(b"salt" + cache_salt.encode()).digest()
     data = token_ids[first * block_size : num_blocks * block_size].tobytes()
     step = 4 * block_size
+    append = hashes.append
     for i in range(0, len(data), step):
-        parent = blake2b(parent + data[i : i + step], digest_size=_DIGEST_BYTES).digest()
-        hashes.append(parent)
+        parent = blake2b(parent + data[i : i + step]).digest()
+        append(parent)
 
 
 __all__ = ["block_hash", "extend_block_hashes"]

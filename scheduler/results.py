@@ -19,11 +19,12 @@ def apply_tokens(
     slots_of = output.slots.astype(np.intp)
     current = state.slots.epochs[slots_of] == output.epochs
     all_current = np.count_nonzero(current) == len(current)
+    ends = output.start + output.num_tokens
     if all_current and output.num_decodes == len(current):
         rows, slots, sampled = state.all_rows[: len(current)], slots_of, tokens
     else:
         (rows,) = (current & output.samples).nonzero()
-        slots, sampled = slots_of[rows], tokens[rows]
+        slots, sampled, ends = slots_of[rows], tokens[rows], ends[rows]
     arrays = state.slots
     lengths = arrays.num_tokens[slots]
     arrays.token_ids[slots, lengths] = sampled
@@ -35,14 +36,12 @@ def apply_tokens(
     requests = arrays.requests[slots]
     if state.kv.enable_prefix_caching:
         # All their tokens are known now, and the step wrote their KV.
-        filled = output.start[rows] + output.num_tokens[rows]
-        filled //= state.config.block_size
-        (full,) = (filled > state.kv.num_hashed[slots]).nonzero()
+        (full,) = (ends // state.config.block_size > state.kv.num_hashed[slots]).nonzero()
         if len(full):
             state.kv.cache_decoded(requests[full].tolist(), slots[full], arrays.token_ids)
     finished = _end(state, requests, sampled, ended) if np.count_nonzero(ended) else []
     state.stats.num_generated_tokens += len(rows)
-    result = StepResult(requests, sampled, rows.astype(np.int32), finished)
+    result = StepResult(requests, sampled, rows.astype(np.int32, copy=False), finished)
     if all_current:
         return result
     return _add_stale(state, output, tokens[:, None], current, result)

@@ -329,7 +329,10 @@ class Scheduler(SchedulerState):
             for request in self.stale.values():
                 request.num_stale_samples = 0
             self.stale.clear()
-            for held in self.loaded.values():
+            youngest_first = sorted(
+                self.loaded.values(), key=lambda held: held.request.queue_number, reverse=True
+            )
+            for held in youngest_first:
                 self.pool.release(held.blocks)
                 self.waiting.push(held.request)
             self.loaded.clear()

@@ -52,6 +52,9 @@ class WaitingQueue:
             heapq.heappush(self._heap, (*key, request))
         elif preempted:
             bisect.insort(self._preempted, request, key=lambda r: r.queue_number)
+        elif self._fresh and request.queue_number < self._fresh[0].queue_number:
+            # It had left the queue for a KV load and comes back to its place.
+            self._fresh.appendleft(request)
         else:
             self._fresh.append(request)
 
