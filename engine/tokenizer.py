@@ -169,6 +169,14 @@ class Tokenizer:
         except (UnicodeEncodeError, TypeError) as error:
             raise ValueError("the text is not valid Unicode: it holds a lone surrogate") from error
 
+    def encode_aside(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Like `encode`, for another thread: releases Python's lock, which long texts need."""
+        try:
+            batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise ValueError("the text is not valid Unicode: it holds a lone surrogate") from error
+        return batch[0].ids
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of tokens; bytes that form no character become U+FFFD."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -223,7 +231,9 @@ def _download(name: str) -> pathlib.Path:
     import huggingface_hub
 
     try:
-        return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES))
+        return pathlib.Path(
+            huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_FILES))
+        )
     except Exception as error:  # network, authorisation, unknown repository, bad name
         raise ValueError(
             f"tokenizer {name!r} is neither a directory, a file nor a model the hub gave us "
