@@ -78,7 +78,7 @@ class Driver:
             "num_blocks": 65,
             "block_size": 4,
             "max_num_seqs": 8,
-            "max_num_batched_tokens": 64,
+            "max_num_batched_tokens": 256,
             "max_model_len": 128,
         }
         self.scheduler = Scheduler(SchedulerConfig(**(defaults | config)))
