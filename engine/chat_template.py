@@ -108,7 +108,7 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the chat template refused the messages: {error}") from error
-        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        except Exception as error:  # a template is a program: it may trip in any way
             raise ChatTemplateError(
                 f"the chat template failed on these messages: {type(error).__name__}: {error}"
             ) from error
