@@ -53,8 +53,8 @@ class LengthModel:
 
     def _locate(self, lengths: NDArray[np.integer]) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
         """Bins that lengths lie in and the part of the bin that lies below, in [0, 1]."""
-        bins = np.searchsorted(self._bounds, lengths, side="right") - 1
-        bins = np.clip(bins, 0, self._num_bins - 1)
+        found = np.searchsorted(self._bounds, lengths, side="right") - 1
+        bins = np.clip(found, 0, self._num_bins - 1)
         parts = (lengths - self._bounds[bins]) / self._widths[bins]
         return bins, np.clip(parts, 0.0, 1.0)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from scheduler.admission import AdmissionPolicy
 from scheduler.auto_admission import BreakEvenAdmission
-from scheduler.config import Watermark
+from scheduler.config import Watermark, check_watermark
 from scheduler.histogram import Histogram, Timeline
 from scheduler.output import SchedulerOutput
 from scheduler.request import Request
@@ -21,6 +21,7 @@ from scheduler.workload import Workload
 
 PERCENTILES = (50.0, 90.0, 99.0, 99.5)
 _STOP_TOKEN = 1
+_NEVER = np.iinfo(np.int32).max
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,7 @@ def simulate(
     workload: Workload,
     step_model: StepTimeModel,
     *,
-    watermark: Watermark = 0.0,
+    watermark: Watermark | str = 0.0,
     lengths_known: bool = False,
     admission: AdmissionPolicy | None = None,
     on_progress: Callable[[int], None] | None = None,
@@ -108,17 +109,17 @@ class _Simulation:
         self,
         workload: Workload,
         step_model: StepTimeModel,
-        watermark: Watermark,
+        watermark: Watermark | str,
         lengths_known: bool,
         admission: AdmissionPolicy | None,
         settings: dict[str, Any],
     ) -> None:
         self._workload = workload
         self._model = step_model
-        self._watermark = watermark
+        self._watermark: Watermark = check_watermark(watermark)
         self._lengths_known = lengths_known
         self._now = 0.0
-        config = workload.scheduler_config(watermark=watermark, **settings)
+        config = workload.scheduler_config(watermark=self._watermark, **settings)
         if admission is None and lengths_known and config.watermark == "auto":
             admission = BreakEvenAdmission(config, output_len_of=self._output_len_of)
         self._scheduler = Scheduler(config, admission=admission, clock=lambda: self._now)
@@ -215,7 +216,10 @@ class _Simulation:
             index = int(request.request_id)
             self._slots_of[request.request_id] = slot
             self._slot_index[slot] = index
-            self._slot_target[slot] = workload.prompt_lens[index] + workload.output_lens[index]
+            output_len = workload.output_lens[index]
+            # One that uses up its max_tokens is cut by it, not stopped by a token.
+            cut = output_len >= workload.max_tokens[index]
+            self._slot_target[slot] = _NEVER if cut else workload.prompt_lens[index] + output_len
             last = self._last_token_at.pop(index, None)
             self._slot_fresh[slot] = last is None
             self._slot_last_at[slot] = 0.0 if last is None else last

@@ -135,28 +135,23 @@ class StepTimeLearner:
         return StepTimeModel(max(solution[0], 1e-9), *solution[1:])
 
 
-def fit_step_times(
-    step_seconds: NDArray[np.floating],
-    num_prefill_tokens: NDArray[np.integer],
-    num_decodes: NDArray[np.integer],
-    context_tokens: NDArray[np.integer],
-) -> StepTimeModel:
-    """Fits a model to recorded steps, float or int [steps] each. Raises ValueError."""
-    learner = StepTimeLearner(memory_steps=1e12)
-    for step in zip(
-        step_seconds.tolist(),
-        num_prefill_tokens.tolist(),
-        num_decodes.tolist(),
-        context_tokens.tolist(),
-    ):
-        learner.observe(*step)
-    model = learner.model()
-    if model is None:
+def fit_interval_times(intervals: NDArray[np.float64]) -> StepTimeModel:
+    """Fits a model to stretches of busy time, relative errors weighing equally.
+
+    Args:
+      intervals: float64 [n, 5]: seconds, and the sums over the stretch of steps, prefill tokens,
+        decoding rows and context tokens. Single steps have 1 for steps.
+
+    Raises:
+      ValueError: the stretches are too alike to tell a fixed cost.
+    """
+    scaled = intervals[:, 1:] / intervals[:, :1]
+    solution = _non_negative(scaled.T @ scaled, scaled.sum(axis=0))
+    if solution[0] <= 0:
         raise ValueError(
-            f"{learner.num_steps} steps do not tell prefill from decode; record at least "
-            f"{_MIN_STEPS}, with and without prefill"
+            "the steps observed do not show a fixed cost per step; observe lighter and heavier load"
         )
-    return model
+    return StepTimeModel(*solution)
 
 
 def _non_negative(normal: NDArray[np.float64], right: NDArray[np.float64]) -> list[float]:
@@ -178,4 +173,4 @@ def _non_negative(normal: NDArray[np.float64], right: NDArray[np.float64]) -> li
     return (solution / scale).tolist()
 
 
-__all__ = ["PRESETS", "StepTimeLearner", "StepTimeModel", "fit_step_times"]
+__all__ = ["PRESETS", "StepTimeLearner", "StepTimeModel", "fit_interval_times"]

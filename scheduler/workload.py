@@ -229,8 +229,9 @@ def _check(workload: Workload) -> None:
         workload.output_lens,
         "output_len={} is more than its max_tokens",
     )
-    # The last token of an output is never written to the pool.
-    blocks = -(-(totals - 1) // workload.block_size)
+    # The last token of an output is never written to the pool, but one output token must fit.
+    written = np.maximum(totals - 1, workload.prompt_lens + 1)
+    blocks = -(-written // workload.block_size)
     usable = workload.num_blocks - 1
     _refuse(
         blocks > usable,

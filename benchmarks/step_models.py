@@ -1,0 +1,170 @@
+"""Step-time models for the simulator: a preset, a file, or a fit to a running server.
+
+A server's `/metrics` holds the learnt terms where the engine publishes them
+(`tidegate:step_time_seconds{term=...}`). Where it does not, the counters are read once a second
+while the server is under load, and the terms are fitted to their differences.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from scheduler.step_time import PRESETS, StepTimeModel, fit_interval_times
+
+_TERMS = {
+    "base": "base",
+    "prefill_token": "per_prefill_token",
+    "decode_seq": "per_decode_seq",
+    "context_token": "per_context_token",
+}
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def step_model_from(spec: str) -> StepTimeModel:
+    """A preset's name or a JSON file with the four terms in seconds. Raises ValueError."""
+    if spec in PRESETS:
+        return PRESETS[spec]
+    path = pathlib.Path(spec)
+    if not path.is_file():
+        raise ValueError(
+            f"step model {spec!r} is neither a file nor one of {', '.join(PRESETS)}; "
+            "change --step_model"
+        )
+    fields = [field.name for field in dataclasses.fields(StepTimeModel)]
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return StepTimeModel(**{name: float(values[name]) for name in fields})
+    except (TypeError, KeyError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"step model {path} is not a JSON object with the numbers {', '.join(fields)}"
+        ) from error
+
+
+def save_step_model(model: StepTimeModel, path: str | pathlib.Path) -> None:
+    """Writes a model where `step_model_from` finds it."""
+    text = json.dumps(dataclasses.asdict(model), indent=2)
+    pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def fit_from_metrics(
+    source: str, seconds: float = 60.0, on_sample: Callable[[int], None] | None = None
+) -> StepTimeModel:
+    """The step model of a running engine.
+
+    Args:
+      source: a file with the text of /metrics, or its URL on this machine.
+      seconds: how long to watch a URL whose engine does not publish the terms.
+      on_sample: called after each further scrape with the number so far.
+
+    Raises:
+      ValueError: the source cannot be read, or does not tell.
+    """
+    if not source.startswith(("http://", "https://")):
+        try:
+            text = pathlib.Path(source).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--fit_from_metrics={source} cannot be read: {error}") from error
+        model = _published_terms(_samples(text))
+        if model is None:
+            raise ValueError(
+                f"{source} has no tidegate:step_time_seconds samples, and one scrape does not tell "
+                "the terms apart; give the server's /metrics URL while it is under load"
+            )
+        return model
+    host = urllib.parse.urlsplit(source).hostname
+    if host not in _LOOPBACK:
+        raise ValueError(
+            f"--fit_from_metrics={source}: only a server on this machine is read "
+            f"({', '.join(_LOOPBACK)}); save its /metrics to a file instead"
+        )
+    first = _scrape(source)
+    model = _published_terms(first)
+    return model if model is not None else _watch(source, first, seconds, on_sample)
+
+
+def _scrape(url: str) -> dict[str, float]:
+    try:
+        with urllib.request.urlopen(url, timeout=10) as response:
+            return _samples(response.read().decode())
+    except (urllib.error.URLError, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--fit_from_metrics={url} cannot be read: {error}") from error
+
+
+def _samples(text: str) -> dict[str, float]:
+    """Sample values by name, over labels summed; those with a `term` by `name/term`."""
+    found: dict[str, float] = {}
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                term = sample.labels.get("term")
+                name = f"{sample.name}/{term}" if term else sample.name
+                found[name] = found.get(name, 0.0) + sample.value
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"this is not the text of a /metrics page: {error}") from error
+    return found
+
+
+def _published_terms(samples: dict[str, float]) -> StepTimeModel | None:
+    values = {
+        field: samples[f"tidegate:step_time_seconds/{term}"]
+        for term, field in _TERMS.items()
+        if f"tidegate:step_time_seconds/{term}" in samples
+    }
+    return StepTimeModel(**values) if len(values) == len(_TERMS) else None
+
+
+def _watch(
+    url: str,
+    before: dict[str, float],
+    seconds: float,
+    on_sample: Callable[[int], None] | None,
+) -> StepTimeModel:
+    """Fits the terms to differences of counters, over intervals in which the engine was busy."""
+    needed = (
+        "tidegate:steps_total",
+        "tidegate:scheduled_tokens_total",
+        "vllm:generation_tokens_total",
+        "vllm:num_requests_running",
+        "vllm:kv_cache_usage_perc",
+        "tidegate:kv_blocks",
+    )
+    missing = [name for name in needed if name not in before]
+    if missing:
+        raise ValueError(f"{url} has no {missing[0]}; is it the /metrics of a Tidegate server?")
+    end = time.monotonic() + seconds
+    at = time.monotonic()
+    rows: list[tuple[float, float, float, float, float]] = []
+    while time.monotonic() < end:
+        time.sleep(1.0)
+        after, now = _scrape(url), time.monotonic()
+        steps = after[needed[0]] - before[needed[0]]
+        decodes = after[needed[2]] - before[needed[2]]
+        prefill = max(after[needed[1]] - before[needed[1]] - decodes, 0.0)
+        busy = before[needed[3]] > 0 and after[needed[3]] > 0
+        if busy and steps > 0:
+            use = 0.5 * (before[needed[4]] + after[needed[4]])
+            # The page does not give the block size; context is counted in blocks of 16 tokens.
+            context = use * after[needed[5]] * 16 * steps
+            rows.append((now - at, steps, prefill, decodes, context))
+        before, at = after, now
+        if on_sample is not None:
+            on_sample(len(rows))
+    if len(rows) < 8:
+        raise ValueError(
+            f"the engine behind {url} was busy in only {len(rows)} of the seconds watched; put it "
+            "under load of changing size, and raise --fit_seconds"
+        )
+    return fit_interval_times(np.array(rows))
+
+
+__all__ = ["fit_from_metrics", "save_step_model", "step_model_from"]
