@@ -16,15 +16,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Num
 
-from pallas_kernels import gpu_tables
-from pallas_kernels.attention import AttentionConfig, KVCacheSpec
+from pallas_kernels import gpu_layout, gpu_tables, validation
+from pallas_kernels.attention_types import AttentionConfig, KVCacheSpec
 from pallas_kernels.batch import RaggedBatch
 from pallas_kernels.gpu_common import Heads, Scores
 from pallas_kernels.gpu_decode import decode_attention
 from pallas_kernels.gpu_layout import (
     GpuPages,
     init_kv_pages,
-    kv_page_bytes,
     kv_pages_from_logical,
     kv_pages_to_logical,
     value_offset,
@@ -32,8 +31,6 @@ from pallas_kernels.gpu_layout import (
 from pallas_kernels.gpu_prefill import prefill_attention
 from pallas_kernels.gpu_write import write
 
-_QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-_KV_DTYPES = (*_QUERY_DTYPES, jnp.int8, jnp.float8_e4m3fn)
 _MAX_HEAD_DIM = 256
 _MAX_GROUP = 128
 
@@ -41,17 +38,21 @@ _interpret: contextvars.ContextVar[bool] = contextvars.ContextVar("gpu_interpret
 
 
 @contextlib.contextmanager
-def interpret_mode() -> Iterator[None]:
+def interpret_mode(enabled: bool = True) -> Iterator[None]:
     """Kernels traced inside run in Pallas' interpreter, on any device. For tests."""
-    token = _interpret.set(True)
+    token = _interpret.set(enabled)
     try:
         yield
     finally:
         _interpret.reset(token)
 
 
-def check_supported(spec: KVCacheSpec, q_dtype: DTypeLike | None = None) -> None:
-    """Raises NotImplementedError, with the reason, for what these kernels do not do."""
+def check_supported(spec: KVCacheSpec, config: AttentionConfig | None = None) -> None:
+    """Raises NotImplementedError, with the reason, for what these kernels do not do.
+
+    Only the pages decide: every `config` is served.
+    """
+    del config
     capability = gpu_tables.compute_capability()
     shown = f"{capability // 10}.{capability % 10}"
     if capability < gpu_tables.MIN_COMPUTE_CAPABILITY:
@@ -64,14 +65,16 @@ def check_supported(spec: KVCacheSpec, q_dtype: DTypeLike | None = None) -> None
             f"this GPU has compute capability {shown}, and KV pages in float8_e4m3fn need 8.9 or "
             "newer in the GPU kernels"
         )
-    if dtype not in [jnp.dtype(known) for known in _KV_DTYPES]:
-        raise NotImplementedError(f"the GPU kernels have no KV pages of type {dtype.name}")
-    if q_dtype is not None and jnp.dtype(q_dtype) not in [jnp.dtype(d) for d in _QUERY_DTYPES]:
-        raise NotImplementedError(f"the GPU kernels have no queries of type {jnp.dtype(q_dtype)}")
     if spec.head_dim > _MAX_HEAD_DIM:
         raise NotImplementedError(
-            f"head_dim is {spec.head_dim}, and the GPU kernels go up to {_MAX_HEAD_DIM}"
+            f"head_dim={spec.head_dim}, and the GPU kernels go up to {_MAX_HEAD_DIM}"
         )
+
+
+def kv_page_bytes(spec: KVCacheSpec) -> int:
+    """Bytes of one page of one layer. Raises NotImplementedError: see `check_supported`."""
+    check_supported(spec)
+    return gpu_layout.kv_page_bytes(spec)
 
 
 def _compute_dtype(q_dtype: DTypeLike, kv_dtype: DTypeLike) -> jnp.dtype:
@@ -107,12 +110,10 @@ def kv_write(
 
     Raises:
       NotImplementedError: see `check_supported`.
-      ValueError: k or v do not have the heads that spec states.
+      ValueError: shapes or types that do not fit.
     """
-    check_supported(spec, k.dtype)
-    expected = (batch.slots.shape[0], spec.num_kv_heads, spec.head_dim)
-    if k.shape != expected or v.shape != expected:
-        raise ValueError(f"k is {k.shape} and v is {v.shape}, but the spec and batch say {expected}")
+    validation.check_write(k, v, batch, spec, k_scale, v_scale)
+    check_supported(spec)
     heads = _heads(spec, 1, k.dtype)
     return write(
         k, v, pages, batch.slots, heads, k_scale=k_scale, v_scale=v_scale, interpret=_interpret.get()
@@ -134,17 +135,11 @@ def ragged_paged_attention(
 
     Raises:
       NotImplementedError: see `check_supported`; also more than 128 query heads per KV head.
-      ValueError: q's shape does not fit spec and batch.
+      ValueError: shapes or types that do not fit.
     """
-    check_supported(spec, q.dtype)
+    validation.check_attention(q, batch, spec, config, k_scale, v_scale, sinks)
+    check_supported(spec)
     num_tokens, num_q_heads, head_dim = q.shape
-    if head_dim != spec.head_dim or num_q_heads % spec.num_kv_heads:
-        raise ValueError(
-            f"q has {num_q_heads} heads of {head_dim}, but the pages have {spec.num_kv_heads} KV "
-            f"heads of {spec.head_dim}: the sizes must agree and the head counts divide"
-        )
-    if num_tokens != batch.positions.shape[0]:
-        raise ValueError(f"q has {num_tokens} tokens, but the batch {batch.positions.shape[0]}")
     group = num_q_heads // spec.num_kv_heads
     if group > _MAX_GROUP:
         raise NotImplementedError(

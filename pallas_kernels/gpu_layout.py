@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
-from pallas_kernels.attention import KVCacheSpec
+from pallas_kernels.attention_types import KVCacheSpec
 
 # A layer's pages: (both,) or (keys, values).
 GpuPages = tuple[Array, ...]

@@ -48,17 +48,19 @@ _AMPERE: Table = {
     ("decode", 4, 64): Tiles(16, 32, 4, 2),
     ("decode", 4, 128): Tiles(16, 16, 4, 2),
     ("decode", 4, 256): Tiles(16, 16, 4, 2),
-    ("prefill", 2, 64): Tiles(128, 64, 4, 3),
-    ("prefill", 2, 128): Tiles(128, 64, 8, 2),
+    ("prefill", 2, 64): Tiles(128, 32, 4, 3),
+    ("prefill", 2, 128): Tiles(128, 32, 8, 3),
     ("prefill", 2, 256): Tiles(64, 32, 8, 2),
-    ("prefill", 4, 64): Tiles(32, 32, 4, 2),
+    ("prefill", 4, 64): Tiles(32, 32, 8, 2),
     ("prefill", 4, 128): Tiles(32, 32, 8, 2),
-    ("prefill", 4, 256): Tiles(16, 32, 8, 2),
+    ("prefill", 4, 256): Tiles(16, 16, 8, 2),
 }
 _HOPPER: Table = _AMPERE | {
     ("prefill", 2, 64): Tiles(128, 128, 8, 3),
     ("prefill", 2, 128): Tiles(128, 64, 8, 3),
     ("prefill", 2, 256): Tiles(64, 64, 8, 2),
+    ("prefill", 4, 64): Tiles(32, 16, 8, 2),
+    ("prefill", 4, 128): Tiles(32, 16, 8, 2),
 }
 _BLACKWELL: Table = _HOPPER
 

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from kernel_suite import CASES, DECODE, MIXED, KernelSuite, check_close
 
-from pallas_kernels import gpu, gpu_tables, reference
-from pallas_kernels.attention import KVCacheSpec
+from pallas_kernels import attention, gpu, gpu_tables, reference
+from pallas_kernels.attention_types import KVCacheSpec
+from pallas_kernels.batch import ragged_batch
 from pallas_kernels.gpu_layout import is_split, value_offset
 from pallas_kernels.gpu_prefill import max_tiles, tile_map
 from pallas_kernels.testing import Case, make_case
@@ -116,8 +117,6 @@ def test_batch_invariant_rows_do_not_depend_on_their_batch() -> None:
     start, end = 1, 10
     pages = gpu.kv_pages_from_logical(jnp.asarray(mixed.logical), mixed.spec)
     for first, last in ((start, start + 4), (start + 4, end)):
-        from pallas_kernels.batch import ragged_batch
-
         alone = ragged_batch(
             jnp.asarray([0, last - first], jnp.int32),
             batch.kv_lens[1:2] - (end - last),
@@ -183,7 +182,6 @@ def test_two_arrays_give_the_same_attention(monkeypatch) -> None:
     [
         (75, jnp.bfloat16, "7.5.*8.0"),
         (80, jnp.float8_e4m3fn, "8.0.*8.9"),
-        (90, jnp.int4, "int4"),
     ],
 )
 def test_what_a_gpu_cannot_do_is_declined_with_the_reason(capability, dtype, words) -> None:
@@ -193,15 +191,65 @@ def test_what_a_gpu_cannot_do_is_declined_with_the_reason(capability, dtype, wor
         gpu.attend(case.q, case.k, case.v, (), case.batch, spec, case.config)
 
 
+def test_pages_that_are_declined_are_passed_over_with_one_warning(caplog) -> None:
+    spec = make_case(DECODE).spec
+    attention._resolve.cache_clear()
+    with gpu_tables.target(70):
+        assert attention.resolve_implementation(spec, platform="gpu") == "xla"
+        assert attention.resolve_implementation(spec, platform="gpu") == "xla"
+    (record,) = caplog.records
+    assert "gpu" in record.message
+    assert "compute capability 7.0" in record.message
+    attention._resolve.cache_clear()
+    with gpu_tables.target(80):
+        assert attention.resolve_implementation(spec, platform="gpu") == "gpu"
+    attention._resolve.cache_clear()
+
+
+def test_head_sizes_beyond_the_tables_are_declined() -> None:
+    spec = dataclasses.replace(make_case(DECODE).spec, head_dim=512)
+    with pytest.raises(NotImplementedError, match="head_dim=512"):
+        gpu.kv_page_bytes(spec)
+
+
 def test_wrong_shapes_are_the_callers_error() -> None:
     case = make_case(DECODE)
     pages = gpu.init_kv_pages(case.spec)
-    with pytest.raises(ValueError, match="3 heads"):
+    with pytest.raises(ValueError, match="3 query heads"):
         gpu.ragged_paged_attention(case.q[:, :3], pages, case.batch, case.spec, case.config)
-    with pytest.raises(ValueError, match="tokens"):
-        gpu.ragged_paged_attention(case.q[:-1], pages, case.batch, case.spec, case.config)
-    with pytest.raises(ValueError, match="k is"):
+    with pytest.raises(ValueError, match="k of shape"):
         gpu.kv_write(case.k[:, :1], case.v, pages, case.batch, case.spec)
+
+
+@pytest.mark.parametrize("name", ["mixed", "bf16_decode", "int8_kv_bf16", "sinks_window_cap"])
+def test_kernels_lower_for_cuda_without_a_device(name) -> None:
+    """The Triton dialect accepts the kernels; what it makes of them, benchmarks.gpu_aot shows."""
+    case = CASES[name]()
+    pages = gpu.kv_pages_from_logical(case.logical, case.spec)
+    step = jax.jit(
+        functools.partial(gpu.attend, spec=case.spec, config=case.config), donate_argnums=(3,)
+    )
+    with gpu.interpret_mode(False):
+        traced = step.trace(
+            case.q,
+            case.k,
+            case.v,
+            pages,
+            case.batch,
+            k_scale=case.k_scale,
+            v_scale=case.v_scale,
+            sinks=case.sinks,
+        )
+    try:
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    except RuntimeError as error:
+        assert "No supported GPU devices found" in str(error)
+        pytest.skip("this jax lowers for CUDA only with its plugin")
+    calls = [line for line in text.splitlines() if "gpu.triton" in line]
+    decode_only = case.config.max_query_len == 1
+    assert len(calls) == (2 if decode_only else 3)
+    # The pages and, in a mixed step, the other kernel's output are updated in place.
+    assert sum("output_operand_alias" in call for call in calls) == (1 if decode_only else 2)
 
 
 def test_splits_fill_the_device_and_no_more() -> None:
