@@ -180,7 +180,7 @@ class _Admissions:
 
 def finish_kv_load(state: SchedulerState, request_id: str, num_tokens: int) -> None:
     """See `Scheduler.finish_kv_load`."""
-    held = state.loading.pop(request_id, None)
+    held = state.loading.get(request_id)
     if held is None:
         raise ValueError(f"request {request_id!r} waits for no KV load")
     request = held.request
@@ -191,6 +191,7 @@ def finish_kv_load(state: SchedulerState, request_id: str, num_tokens: int) -> N
             f"num_tokens={num_tokens} of the KV load of request {request_id!r} is not within "
             f"[0, {planned}], what was asked for"
         )
+    del state.loading[request_id]
     if request.status.finished:
         state.pool.release(held.blocks)
         return

@@ -44,10 +44,20 @@ class CountingModel:
         assert (self.table == scheduler.block_table).all(), "the announced changes are incomplete"
         assert output.total_num_tokens <= scheduler.config.max_num_batched_tokens
         assert len(np.unique(output.slots)) == len(output.slots)
-        rows = list(zip(output.slots.tolist(), output.start.tolist(), output.num_tokens.tolist()))
+        steps = [self._run_rows(output, 0)]
+        for step in range(1, output.num_steps):
+            assert output.num_decodes == len(output.slots)
+            steps.append(self._run_rows(output, step))
+        return steps[0] if output.num_steps == 1 else np.stack(steps, axis=1)
+
+    def _run_rows(self, output, step: int) -> np.ndarray:
+        scheduler = self.scheduler
+        starts = (output.start + step).tolist()
+        rows = list(zip(output.slots.tolist(), starts, output.num_tokens.tolist()))
         for row, (slot, start, count) in enumerate(rows):
             if row < output.num_decodes:
-                assert count == 1 and self.last_token[slot] >= 0
+                assert count == 1, "a decode runs one token"
+                assert self.last_token[slot] >= 0, "a decode without a sampled token"
                 tokens = [self.last_token[slot]]
             else:
                 tokens = scheduler.token_ids[slot, start : start + count]
