@@ -1,5 +1,6 @@
 """Tokenizers from directories and GGUF metadata, and chat templates."""
 
+import itertools
 import json
 import pathlib
 
@@ -18,7 +19,7 @@ CASES = json.loads((DATA / "smollm2_135m_q4_1_greedy.json").read_text())["cases"
 
 @pytest.fixture(scope="module")
 def smollm2():
-    from models import default_model_path
+    from models.loading import default_model_path
 
     return Tokenizer.load(default_model_path())
 
@@ -133,7 +134,9 @@ def _sentencepiece_reference(text, scores):
     parts = list(text)
     while True:
         pairs = [
-            (scores[a + b], -i) for i, (a, b) in enumerate(zip(parts, parts[1:])) if a + b in scores
+            (scores[a + b], -i)
+            for i, (a, b) in enumerate(itertools.pairwise(parts))
+            if a + b in scores
         ]
         if not pairs:
             return parts
@@ -237,15 +240,15 @@ def test_named_templates(folder):
 
 def test_unusable_directories(folder, tmp_path):
     _write(folder, "tokenizer_config.json", "{")
-    with pytest.raises(ValueError, match="tokenizer_config.json is not readable JSON"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json is not readable JSON"):
         Tokenizer.load(folder)
     _write(folder, "tokenizer.json", "{}")
-    with pytest.raises(ValueError, match="not a valid tokenizer.json"):
+    with pytest.raises(ValueError, match=r"not a valid tokenizer\.json"):
         Tokenizer.load(folder)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"has no tokenizer.json.*--tokenizer"):
         Tokenizer.load(folder)
-    with pytest.raises(ValueError, match="missing.gguf does not exist"):
+    with pytest.raises(ValueError, match=r"missing\.gguf does not exist"):
         Tokenizer.load(tmp_path / "missing.gguf")
 
 
