@@ -21,9 +21,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.config import ModelConfig, RopeScaling
-from models.linear import Linear, Quantization, int8_matmul, quantize_weight
+from models.linear import Linear, Quantization
 from pallas_kernels.attention import AttentionConfig, KVCacheSpec, KVPages, attend
 from pallas_kernels.batch import RaggedBatch
+
+
+# Logical axes of (in, out) of each projection, by its name in the module tree.
+PROJECTION_AXES = {
+    "qkv": ("embed", "heads"),
+    "o": ("heads", "embed"),
+    "gate_up": ("embed", "mlp"),
+    "down": ("mlp", "embed"),
+}
 
 
 def rope_frequencies(config: ModelConfig) -> Float32[np.ndarray, " half"]:
@@ -98,6 +107,14 @@ class RMSNorm(nnx.Module):
         self.eps = eps
         self.weight = nnx.Param(jnp.ones(size, dtype), axes=(axis,))
 
+    def load(self, weight: Float[Array, " D"]) -> None:
+        """Takes the weight (any float dtype, numpy or JAX)."""
+        self.weight[...] = jnp.asarray(weight, self.weight.dtype)
+
+    def logical(self) -> Float[Array, " D"]:
+        """The weight."""
+        return self.weight[...]
+
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """[..., D] -> [..., D] in x's dtype."""
         value = x.astype(jnp.float32)
@@ -110,7 +127,7 @@ class Embedding(nnx.Module):
     """A [vocab_size, hidden_size] table: rows for tokens, or logits for hidden states.
 
     Attributes:
-      weight: [V, D] in `dtype`, or int8 with `scale`, float32 [V].
+      table: the output projection, a Linear [D, V]; tokens read its columns.
     """
 
     def __init__(
@@ -124,42 +141,25 @@ class Embedding(nnx.Module):
         """Zero weights; `load` fills them."""
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self.dtype, self.quantization = jnp.dtype(dtype), quantization
-        stored = jnp.int8 if quantization else self.dtype
-        self.weight = nnx.Param(
-            jnp.zeros((vocab_size, hidden_size), stored), axes=("vocab", "embed")
+        self.table = Linear(
+            hidden_size, vocab_size, dtype=dtype, axes=("embed", "vocab"), quantization=quantization
         )
-        if quantization:
-            self.scale = nnx.Param(jnp.ones(vocab_size, jnp.float32), axes=("vocab",))
 
     def load(self, table: Float[Array, "V D"]) -> None:
         """Takes the logical table (any float dtype, numpy or JAX)."""
-        if self.quantization:
-            weight, scale = quantize_weight(jnp.asarray(table, jnp.float32).T)
-            self.weight[...], self.scale[...] = weight.T, scale
-        else:
-            self.weight[...] = jnp.asarray(table, self.dtype)
+        self.table.load(table.T)
 
     def logical(self) -> Float[Array, "V D"]:
         """The table in `dtype`."""
-        if self.quantization:
-            return (self.weight[...] * self.scale[...][:, None]).astype(self.dtype)
-        return self.weight[...]
+        return self.table.logical().T
 
     def __call__(self, token_ids: Int32[Array, " T"]) -> Float[Array, "T D"]:
         """Rows of the tokens, [T] -> [T, D] in `dtype`."""
-        rows = self.weight[...][token_ids]
-        if self.quantization:
-            rows = rows * self.scale[...][token_ids][:, None]
-        return rows.astype(self.dtype)
+        return self.table.columns(token_ids)
 
     def logits(self, x: Float[Array, "R D"]) -> Float32[Array, "R V"]:
         """Products with every row, [R, D] -> float32 [R, V]."""
-        weight = self.weight[...].T
-        if not self.quantization:
-            return jnp.dot(x, weight, preferred_element_type=jnp.float32)
-        if jax.default_backend() == "cpu":
-            return int8_matmul(x.astype(jnp.float32), weight, self.scale[...])
-        return jnp.dot(x, weight.astype(x.dtype), preferred_element_type=jnp.float32) * self.scale[...]
+        return self.table(x, out_dtype=jnp.float32)
 
 
 class Attention(nnx.Module):
@@ -188,7 +188,7 @@ class Attention(nnx.Module):
             config.hidden_size,
             sum(self.sizes),
             dtype=dtype,
-            axes=("embed", "heads"),
+            axes=PROJECTION_AXES["qkv"],
             bias=config.qkv_bias,
             quantization=quantization,
         )
@@ -196,7 +196,7 @@ class Attention(nnx.Module):
             self.sizes[0],
             config.hidden_size,
             dtype=dtype,
-            axes=("heads", "embed"),
+            axes=PROJECTION_AXES["o"],
             quantization=quantization,
         )
         if config.qk_norm:
@@ -265,14 +265,14 @@ class MLP(nnx.Module):
             config.hidden_size,
             sum(self.sizes),
             dtype=dtype,
-            axes=("embed", "mlp"),
+            axes=PROJECTION_AXES["gate_up"],
             quantization=quantization,
         )
         self.down = Linear(
             config.intermediate_size,
             config.hidden_size,
             dtype=dtype,
-            axes=("mlp", "embed"),
+            axes=PROJECTION_AXES["down"],
             quantization=quantization,
         )
 

@@ -3,7 +3,8 @@
 One operation, several implementations, one shared test suite:
 
   reference  numpy float64, the specification (not traceable; tests only)
-  xla        plain JAX, fastest formulation on CPU; runs everywhere
+  xla        plain JAX; runs everywhere
+  cpu        C++ through XLA's foreign function interface, where a compiler is at hand
   tpu        Pallas (Mosaic TPU)
   gpu        Pallas
 
@@ -27,15 +28,15 @@ from types import ModuleType
 import jax
 from jaxtyping import Array, Float32, Num, Shaped
 
-from pallas_kernels import validation
+from pallas_kernels import cpu_build, validation
 from pallas_kernels.attention_types import AttentionConfig, KVCacheSpec, KVPages
 from pallas_kernels.batch import RaggedBatch
 
 logger = logging.getLogger(__name__)
 
 # Best first, by the name of JAX's platform ("cuda" and "rocm" both report "gpu").
-_ORDER = {"cpu": ("xla",), "gpu": ("gpu", "xla"), "tpu": ("tpu", "xla")}
-IMPLEMENTATIONS = ("reference", "xla", "tpu", "gpu")
+_ORDER = {"cpu": ("cpu", "xla"), "gpu": ("gpu", "xla"), "tpu": ("tpu", "xla")}
+IMPLEMENTATIONS = ("reference", "xla", "cpu", "tpu", "gpu")
 
 
 def implementation_module(name: str) -> ModuleType:
@@ -67,11 +68,14 @@ def resolve_implementation(
     validation.check_spec(spec)
     if config is not None:
         validation.check_config(config)
-    return _resolve(spec, config, platform)
+    return _resolve(spec, config, platform, cpu_build.get_mode())
 
 
 @functools.cache
-def _resolve(spec: KVCacheSpec, config: AttentionConfig | None, platform: str) -> str:
+def _resolve(
+    spec: KVCacheSpec, config: AttentionConfig | None, platform: str, cpu_kernels: str
+) -> str:
+    del cpu_kernels  # a change of mode is another question
     *preferred, last = _ORDER[platform]
     for name in preferred:
         module = implementation_module(name)
