@@ -46,7 +46,7 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """A GGUF file, mapped into memory.
+    """A GGUF file: its header in memory, its tensors read when asked for.
 
     Attributes:
       path: of the file.
@@ -61,6 +61,7 @@ class GGUFFile:
             if file.read(4) != b"GGUF":
                 raise ModelLoadError(f"{self.path} is not a GGUF file (it does not start with GGUF)")
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._size = len(self._map)
         self._pos = 4
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GGUFTensor] = {}
@@ -69,8 +70,10 @@ class GGUFFile:
         except (struct.error, IndexError, UnicodeDecodeError, OverflowError) as error:
             raise ModelLoadError(
                 f"{self.path} is truncated or corrupt: its header cannot be read past byte "
-                f"{min(self._pos, len(self._map))}"
+                f"{min(self._pos, self._size)}"
             ) from error
+        finally:
+            self._map.close()
 
     def _read_header(self) -> None:
         (version,) = self._unpack("<I")
@@ -85,6 +88,7 @@ class GGUFFile:
             key = self._string()
             (kind,) = self._unpack("<I")
             self.metadata[key] = self._value(kind, 0)
+        self._metadata_end = self._pos
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment <= 0:
             raise ModelLoadError(f"{self.path} has general.alignment={alignment!r}")
@@ -110,7 +114,7 @@ class GGUFFile:
 
     def _check_count(self, count: int, least_bytes: int) -> None:
         # A corrupt count must not make us loop, or allocate, for ever.
-        if count * least_bytes > len(self._map) - self._pos:
+        if count * least_bytes > self._size - self._pos:
             raise IndexError
 
     def _string(self) -> str:
@@ -152,6 +156,13 @@ class GGUFFile:
         self._pos += count * dtype.itemsize
         return values
 
+    def write_metadata(self, path: Path) -> None:
+        """Writes a GGUF file with this one's metadata and no tensors."""
+        with open(self.path, "rb") as file:
+            header = bytearray(file.read(self._metadata_end))
+        header[8:16] = bytes(8)  # the number of tensors
+        path.write_bytes(header)
+
     def read(self, name: str) -> NDArray[np.float32]:
         """The tensor dequantised to float32, a fresh array in `shape`.
 
@@ -173,14 +184,15 @@ class GGUFFile:
                 f"{self.path}: tensor {name} of shape {tensor.shape} cannot be of type {kind.name}"
             )
         num_bytes = size // block * block_bytes
-        if tensor.offset + num_bytes > len(self._map):
+        if tensor.offset + num_bytes > self._size:
             raise ModelLoadError(
                 f"{self.path} is truncated: tensor {name} ends at byte "
-                f"{tensor.offset + num_bytes} but the file has {len(self._map)}"
+                f"{tensor.offset + num_bytes} but the file has {self._size}"
             )
-        data = np.frombuffer(self._map, np.uint8, num_bytes, tensor.offset)
+        # Read, not mapped: pages of a mapped file stay in the process's resident set.
+        data = np.fromfile(self.path, np.uint8, num_bytes, offset=tensor.offset)
         if kind == gguf.GGMLQuantizationType.F32:
-            return data.view("<f4").reshape(tensor.shape).copy()
+            return data.view("<f4").reshape(tensor.shape)
         if kind == gguf.GGMLQuantizationType.F16:
             return data.view("<f2").reshape(tensor.shape).astype(np.float32)
         rows = data.reshape(*tensor.shape[:-1], -1)

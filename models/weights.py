@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import math
+import zlib
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import jax
@@ -14,11 +16,13 @@ from tqdm import tqdm
 
 from models.config import ModelConfig
 from models.errors import ModelLoadError
-from models.layers import fuse_columns
-from models.linear import Quantization
+from models.layers import PROJECTION_AXES, Embedding, RMSNorm, fuse_columns
+from models.linear import Linear, Quantization
 from models.transformer import Transformer
 
-Place = Callable[[nnx.Module], None]
+# Sharding of a parameter, from its logical axes; None leaves it where JAX puts it.
+ShardingOf = Callable[[tuple[str | None, ...]], jax.sharding.Sharding]
+Leaf = Linear | Embedding | RMSNorm
 
 
 class TensorSource(Protocol):
@@ -40,6 +44,20 @@ class TensorSource(Protocol):
     def read(self, name: str) -> np.ndarray:
         """The tensor, in any float dtype; may be a view of a file."""
         ...
+
+
+# Our modules of a layer -> Hugging Face's, fused ones in order.
+_LAYER_NAMES = {
+    "input_norm": ("input_layernorm",),
+    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.q_norm": ("self_attn.q_norm",),
+    "attention.k_norm": ("self_attn.k_norm",),
+    "attention.o": ("self_attn.o_proj",),
+    "post_attention_norm": ("post_attention_layernorm",),
+    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down": ("mlp.down_proj",),
+}
+_TOP_NAMES = {"embedding": "model.embed_tokens", "lm_head": "lm_head", "final_norm": "model.norm"}
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -104,82 +122,148 @@ def load_weights(
     config: ModelConfig,
     source: TensorSource,
     *,
-    dtype: DTypeLike,
-    quantization: Quantization | None = None,
     shards: int = 1,
-    place: Place | None = None,
-    progress: bool = True,
+    **settings,
 ) -> Transformer:
-    """Builds the model from a source, one matrix in host memory at a time.
-
-    Args:
-      config: shape of the model.
-      source: read once per tensor.
-      dtype, quantization, shards: as in `Transformer`.
-      place: called with each module once it is filled, to move its parameters.
-      progress: show a progress bar.
+    """Builds the model from named tensors. `settings` as in `build_model`.
 
     Raises:
       ModelLoadError: a tensor is missing, misshapen, unexpected or unreadable.
     """
     check_tensors(source, config)
+
+    def fill(modules: dict[str, Leaf]) -> None:
+        for path, module in modules.items():
+            names = _hugging_face_names(path)
+            weights = [source.read(name + ".weight") for name in names]
+            if not isinstance(module, Linear):
+                module.load(weights[0])
+                continue
+            bias = None
+            if module.bias is not None:
+                bias = fuse_columns([source.read(name + ".bias") for name in names], shards)
+            module.load(fuse_columns([weight.T for weight in weights], shards), bias)
+
+    return build_model(config, fill, shards=shards, **settings)
+
+
+def build_model(
+    config: ModelConfig,
+    fill: Callable[[dict[str, Leaf]], None],
+    *,
+    dtype: DTypeLike,
+    quantization: Quantization | None = None,
+    shards: int = 1,
+    sharding_of: ShardingOf | None = None,
+    progress: bool = True,
+) -> Transformer:
+    """Builds a model group by group (`leaf_modules`), so that little beside it is in memory.
+
+    Args:
+      config: shape of the model.
+      fill: called with the modules of one group by their paths; loads each of them.
+      dtype, quantization, shards: as in `Transformer`.
+      sharding_of: where each parameter goes once it is filled.
+      progress: show a progress bar.
+    """
     model = Transformer.abstract(config, dtype=dtype, quantization=quantization, shards=shards)
-    steps = list(_steps(model, source))
-    for module, fill in tqdm(
-        steps, desc="Loading weights", unit="tensor", disable=not progress, leave=False
+    groups = leaf_modules(model)
+    for modules in tqdm(
+        groups.values(), desc="Loading weights", unit="part", disable=not progress, leave=False
     ):
-        materialise(module)
-        fill()
-        if place is not None:
-            place(module)
-        # Wait, so that the copies in flight do not pile up in memory.
-        jax.block_until_ready(jax.tree.leaves(nnx.state(module)))
+        for module in modules.values():
+            _materialise(module)
+        fill(modules)
+        for module in modules.values():
+            if sharding_of is not None:
+                _place(module, sharding_of)
+            # Wait, so that copies in flight do not pile up in memory.
+            jax.block_until_ready(jax.tree.leaves(nnx.state(module)))
     return model
 
 
-def materialise(module: nnx.Module) -> None:
+def leaf_modules(model: Transformer) -> dict[str, dict[str, Leaf]]:
+    """Modules that own parameters: group -> path -> module.
+
+    Groups are "embedding", "lm_head" unless tied, "layers.0" and so on, and "final_norm"; a path
+    starts with its group. The largest tables come first, while nothing else is in memory.
+    """
+    groups: dict[str, dict[str, Leaf]] = {"embedding": {"embedding": model.embedding}}
+    if model.lm_head is not None:
+        groups["lm_head"] = {"lm_head": model.lm_head}
+    for index, layer in enumerate(model.layers):
+        group = f"layers.{index}"
+        modules = {}
+        for path in _LAYER_NAMES:
+            module = layer
+            for part in path.split("."):
+                module = getattr(module, part, None)
+            if module is not None:
+                modules[f"{group}.{path}"] = module
+        groups[group] = modules
+    groups["final_norm"] = {"final_norm": model.final_norm}
+    return groups
+
+
+def logical_shape(module: Leaf) -> tuple[int, ...]:
+    """Shape of what `module.load` takes as its weight."""
+    if isinstance(module, Linear):
+        return module.in_features, module.out_features
+    if isinstance(module, Embedding):
+        return module.vocab_size, module.hidden_size
+    return tuple(module.weight.shape)
+
+
+def logical_axes(path: str, module: Leaf) -> tuple[str | None, ...]:
+    """Names of the axes of `logical_shape`."""
+    if isinstance(module, Linear):
+        return PROJECTION_AXES[path.rsplit(".", 1)[-1]]
+    return ("vocab", "embed") if isinstance(module, Embedding) else module.weight.axes
+
+
+def _hugging_face_names(path: str) -> list[str]:
+    if path in _TOP_NAMES:
+        return [_TOP_NAMES[path]]
+    _, layer, rest = path.split(".", 2)
+    return [f"model.layers.{layer}.{name}" for name in _LAYER_NAMES[rest]]
+
+
+def _materialise(module: nnx.Module) -> None:
     """Gives abstract parameters zeros, so that they can be set."""
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nnx.state(module))
     nnx.update(module, zeros)
 
 
-def _steps(
-    model: Transformer, source: TensorSource
-) -> Iterator[tuple[nnx.Module, Callable[[], None]]]:
-    """Every module that owns parameters, with the call that fills it."""
+def _place(module: nnx.Module, sharding_of: ShardingOf) -> None:
+    for _, param in nnx.iter_graph(module):
+        if isinstance(param, nnx.Param):
+            param[...] = jax.device_put(param[...], sharding_of(param.axes))
 
-    def table(module, name):
-        return module, lambda: module.load(source.read(name))
 
-    def norm(module, name):
-        def fill():
-            module.weight[...] = jnp.asarray(source.read(name), module.weight.dtype)
+class RandomSource:
+    """Random tensors of a config's shape, for benchmarks and tests: uniform, deviation 0.02."""
 
-        return module, fill
+    label = "random weights"
 
-    def linear(module, *names):
-        def fill():
-            kernel = fuse_columns([source.read(n + ".weight").T for n in names], model.shards)
-            bias = None
-            if module.bias is not None:
-                bias = fuse_columns([source.read(n + ".bias") for n in names], model.shards)
-            module.load(kernel, bias)
+    def __init__(self, config: ModelConfig, seed: int):
+        """The same seed gives the same tensors, whatever the order in which they are read."""
+        self._shapes = expected_tensors(config)
+        self._seed = seed
 
-        return module, fill
+    def names(self) -> Collection[str]:
+        """Every tensor of the config."""
+        return self._shapes.keys()
 
-    yield table(model.embedding, "model.embed_tokens.weight")
-    for index, layer in enumerate(model.layers):
-        prefix = f"model.layers.{index}."
-        attention = prefix + "self_attn."
-        yield norm(layer.input_norm, prefix + "input_layernorm.weight")
-        yield norm(layer.post_attention_norm, prefix + "post_attention_layernorm.weight")
-        yield linear(layer.attention.qkv, *(attention + f"{part}_proj" for part in "qkv"))
-        if model.config.qk_norm:
-            yield norm(layer.attention.q_norm, attention + "q_norm.weight")
-            yield norm(layer.attention.k_norm, attention + "k_norm.weight")
-        yield linear(layer.attention.o, attention + "o_proj")
-        yield linear(layer.mlp.gate_up, prefix + "mlp.gate_proj", prefix + "mlp.up_proj")
-        yield linear(layer.mlp.down, prefix + "mlp.down_proj")
-    yield norm(model.final_norm, "model.norm.weight")
-    if model.lm_head is not None:
-        yield table(model.lm_head, "lm_head.weight")
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return self._shapes[name]
+
+    def read(self, name: str) -> np.ndarray:
+        """float32; norms are ones."""
+        if name.endswith("norm.weight"):
+            return np.ones(self._shapes[name], np.float32)
+        rng = np.random.default_rng([self._seed, zlib.crc32(name.encode())])
+        values = rng.random(self._shapes[name], np.float32)
+        values -= 0.5
+        values *= 0.02 * math.sqrt(12)
+        return values
