@@ -193,12 +193,15 @@ def test_refused_requests_leave_nothing_behind(llm, ids, params, named):
     llm.core.check_integrity()
 
 
-def test_a_promise_beyond_the_pool_is_refused(tiny_settings):
+def test_a_derived_max_model_len_is_lowered_to_the_pool(tiny_settings):
     settings = {**tiny_settings, "num_kv_blocks": 11, "max_model_len": None, "warmup": False}
     llm = LLM(**settings, progress=False)
     assert llm.core.sizes.max_model_len == 40
-    with pytest.raises(ValueError, match=r"41|40"):
-        llm.generate({"prompt_token_ids": [3] * 30}, SamplingParams(max_tokens=20, ignore_eos=True))
+    assert "max_model_len lowered from 256 to the pool's 40 tokens" in llm.core.summary()
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    (output,) = llm.generate({"prompt_token_ids": [3] * 30}, params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 10
+    assert output.outputs[0].finish_reason == "length"
 
 
 def test_max_model_len_beyond_the_pool_names_both(tiny_settings):

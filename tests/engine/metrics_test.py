@@ -82,6 +82,8 @@ def test_everything_is_there_and_counts():
     assert value("vllm:inter_token_latency_seconds_bucket", "0.5") > 0
     # A counter never falls below zero and buckets only grow.
     buckets = [
-        s.value for (n, le, _), s in samples.items() if n == "vllm:e2e_request_latency_seconds_bucket"
+        s.value
+        for (n, le, _), s in samples.items()
+        if n == "vllm:e2e_request_latency_seconds_bucket"
     ]
     assert buckets == sorted(buckets)

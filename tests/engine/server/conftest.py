@@ -10,6 +10,7 @@ import pytest
 from engine.async_engine import AsyncEngine
 from engine.metrics import EngineMetrics
 from engine.server.app import build_app
+from engine.server.prepare import Preparer
 from engine.server.serving import Serving
 from engine.testing import FakeCore
 
@@ -31,21 +32,21 @@ class Client(httpx.AsyncClient):
 def run_app():
     """run_app(test, core=..., **settings): runs `await test(client, engine, core)`."""
 
-    def run(test, *, core=None, api_keys=(), max_body_bytes=32 * 2**20, **settings):
+    def run(
+        test, *, core=None, api_keys=(), max_body_bytes=32 * 2**20, request_log=None, **settings
+    ):
         core = core or FakeCore()
 
         async def main():
             metrics = EngineMetrics(core.scheduler, model_name="fake", config={"block_size": 4})
             engine = AsyncEngine(core, metrics=metrics)
-            serving = Serving(
-                engine,
-                core,
-                **{
-                    "model_names": ["fake", "alias"],
-                    "max_model_len": core.scheduler.config.max_model_len,
-                    **settings,
-                },
-            )
+            options = {
+                "model_names": ["fake", "alias"],
+                "max_model_len": core.scheduler.config.max_model_len,
+                **settings,
+            }
+            preparer = Preparer(core.tokenizer, **options)
+            serving = Serving(engine, preparer, request_log=request_log)
             app = build_app(serving, metrics, api_keys=api_keys, max_body_bytes=max_body_bytes)
             engine.start()
             transport = httpx.ASGITransport(app)
