@@ -84,7 +84,8 @@ def row_steps_per_preemption(
     np.minimum(reach, len(cumulative_hazard) - 1, out=reach)
     hazard = cumulative_hazard[reach]
     by_bin = hazard.sum(axis=0)
-    rates = by_bin[1:] - by_bin[:-1]
+    # Times are whole steps, so bins differ by one; rates are per bin of equal width.
+    rates = (by_bin[1:] - by_bin[:-1]) * (width / np.maximum(np.diff(times), 1))
     weights = hazard[:, -1] - hazard[:, 0]
     left = batch.bounds - now
     (sure,) = np.nonzero(left <= fill)

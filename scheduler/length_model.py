@@ -1,11 +1,11 @@
 """How long outputs get: the hazard of ending at each length, learnt while requests run.
 
-The model is the occurrence/exposure estimate of survival analysis (piecewise-constant hazard,
-the discrete relative of the Kaplan-Meier estimator): per bin of output length it counts how many
-requests ended there and how many passed through. A request that still runs, was cut by its
-max_tokens or was aborted counts as exposure only, so the model is not misled by the short
-requests that finish first. Where nothing has been seen, a scale-free prior of the weight of one
-request stands in (log-uniform: half of what is left ends before the length doubles).
+The model is the life-table estimate of survival analysis (the binned relative of the Kaplan-Meier
+estimator): per bin of output length it counts how many requests ended there, of those that were at
+risk. A request that still runs, was cut by its max_tokens or was aborted is at risk for the part
+of a bin that it was seen in and then drops out, so the model is not misled by the short requests
+that finish first. Where nothing has been seen, a scale-free prior of the weight of one
+request stands in: log-uniform, every doubling up to the longest length is equally likely.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LengthModel:
         """
         edges = [0]
         while edges[-1] < max_length:
-            edges.append(max(edges[-1] + 1, int(edges[-1] * _BIN_RATIO)))
+            edges.append(min(max(edges[-1] + 1, int(edges[-1] * _BIN_RATIO)), max_length))
         bounds = np.array(edges, np.float64)
         self.stride = max(1, -(-max_length // _TABLE_ENTRIES))
         self.num_finished = 0
@@ -43,8 +43,9 @@ class LengthModel:
         self._widths = np.diff(bounds)
         lengths = np.arange(0, self._last + 2 * self.stride, self.stride)
         self._table_bins, self._table_parts = self._locate(lengths)
-        self._prior = _PRIOR_REQUESTS * np.log((bounds[1:] + 1.0) / (bounds[:-1] + 1.0))
-        self._exposure = np.zeros(self._num_bins)
+        left = np.log(max_length + 1.0) - np.log(bounds + 1.0)
+        self._prior = _PRIOR_REQUESTS * (1.0 - left[1:] / left[:-1])
+        self._at_risk = np.zeros(self._num_bins)
         self._ended = np.zeros(self._num_bins)
         # Evidence fades by giving later evidence more weight.
         self._weight = 1.0
@@ -58,7 +59,7 @@ class LengthModel:
         parts = (lengths - self._bounds[bins]) / self._widths[bins]
         return bins, np.clip(parts, 0.0, 1.0)
 
-    def _passed(self, lengths: NDArray[np.integer]) -> NDArray[np.float64]:
+    def _passed(self, lengths: NDArray[np.integer]) -> NDArray[np.floating]:
         """Bins passed by outputs of these lengths, summed: float64 [bins]."""
         bins, parts = self._locate(lengths)
         count = np.bincount(bins, minlength=self._num_bins)
@@ -67,17 +68,21 @@ class LengthModel:
 
     def observe_progress(self, before: NDArray[np.integer], now: NDArray[np.integer]) -> None:
         """Requests whose outputs grew from `before` to `now` tokens, int [requests] each."""
-        self._exposure += self._weight * (self._passed(now) - self._passed(before))
+        self._at_risk += self._weight * (self._passed(now) - self._passed(before))
         self._hazard = None
 
     def observe_end(self, length: int) -> None:
         """A request ended by itself (not by a limit, not aborted) after `length` tokens."""
         bins, _ = self._locate(np.array([max(length - 1, 0)]))
-        self._ended[bins[0]] += self._weight
+        i = int(bins[0])
+        # It was at risk in the whole bin, though it was seen in a part of it only.
+        unseen = (self._bounds[i + 1] - length) / self._widths[i]
+        self._at_risk[i] += self._weight * max(unseen, 0.0)
+        self._ended[i] += self._weight
         self.num_finished += 1
         self._weight *= self._growth
         if self._weight > 1e100:
-            self._exposure /= self._weight
+            self._at_risk /= self._weight
             self._ended /= self._weight
             self._weight = 1.0
         self._hazard = None
@@ -90,9 +95,10 @@ class LengthModel:
         exp(cumulative_hazard[g / stride] - cumulative_hazard[h / stride]).
         """
         if self._hazard is None:
-            ended, exposure = self._ended / self._weight, self._exposure / self._weight
-            # A request that ends inside a bin has passed half of it on average.
-            rate = (ended + self._prior) / (np.maximum(exposure, 0.5 * ended) + _PRIOR_REQUESTS)
+            ended, at_risk = self._ended / self._weight, self._at_risk / self._weight
+            # Ends are counted at once, what running requests tell a little later.
+            share = (ended + self._prior) / (np.maximum(at_risk, ended) + _PRIOR_REQUESTS)
+            rate = -np.log1p(-np.minimum(share, 1.0 - 1e-9))
             upto = np.concatenate(([0.0], np.cumsum(rate)))
             self._hazard = upto[self._table_bins] + rate[self._table_bins] * self._table_parts
         return self._hazard

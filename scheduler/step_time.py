@@ -147,7 +147,7 @@ def fit_interval_times(intervals: NDArray[np.float64]) -> StepTimeModel:
     """
     scaled = intervals[:, 1:] / intervals[:, :1]
     solution = _non_negative(scaled.T @ scaled, scaled.sum(axis=0))
-    if solution[0] <= 0:
+    if solution[0] * scaled[:, 0].mean() < 1e-3:
         raise ValueError(
             "the steps observed do not show a fixed cost per step; observe lighter and heavier load"
         )

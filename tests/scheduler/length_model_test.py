@@ -15,11 +15,12 @@ def feed(model: LengthModel, lengths: np.ndarray, bound: int | None = None) -> N
             model.observe_end(length)
 
 
-def test_nothing_known_is_scale_free():
-    model = LengthModel(8192)
-    # Half of what reached a length ends before twice that length.
-    for length in (64, 500, 3000):
-        assert model.survival(length, 2 * length + 1) == pytest.approx(0.5, abs=0.03)
+def test_nothing_known_is_log_uniform():
+    model = LengthModel(8191)
+    for length in (63, 511, 4095):
+        left = 13 - np.log2(length + 1)
+        assert model.survival(0, length) == pytest.approx(left / 13, abs=0.02)
+        assert model.survival(length, 2 * length + 1) == pytest.approx(1 - 1 / left, abs=0.02)
     assert model.survival(100, 100) == 1.0
 
 
@@ -52,7 +53,7 @@ def test_running_requests_are_evidence():
         model.observe_progress(before, before + 100)
         before = before + 100
     assert model.survival(0, 1000) > 0.9
-    assert model.survival(1000, 2001) == pytest.approx(0.5, abs=0.05)
+    assert model.survival(1000, 2001) == pytest.approx(2 / 3, abs=0.05)
 
 
 def test_progress_in_pieces_equals_progress_at_once():
