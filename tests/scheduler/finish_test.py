@@ -134,9 +134,7 @@ def test_finished_ids_are_reported_once_in_the_next_output(make_driver):
     driver = make_driver()
     for i in range(4):
         driver.add(f"r{i}", 4, max_tokens=2 + i)
-    reported = []
-    for _ in range(10):
-        reported.append(driver.step().finished_request_ids)
+    reported = [driver.step().finished_request_ids for _ in range(10)]
     assert [ids for ids in reported if ids] == [("r0",), ("r1",), ("r2",), ("r3",)]
     # The model ends r0 with the second step's tokens; the third output says so.
     assert reported[2] == ("r0",)

@@ -8,38 +8,17 @@ import pytest
 from scheduler import RequestStatus
 
 
-class FakeLoader:
-    """Offers the first `fraction` of the prompt of the named requests."""
+@pytest.fixture
+def with_loader(make_driver, make_loader):
+    def make(names, fraction=1.0, **config):
+        driver = make_driver(**config)
+        return driver, make_loader(driver, set(names), fraction)
 
-    def __init__(self, driver, names: set[str], fraction: float = 1.0) -> None:
-        self.driver = driver
-        self.names = names
-        self.fraction = fraction
-
-    def num_loadable_tokens(self, request, token_ids, num_cached_tokens) -> int:
-        if request.request_id not in self.names or request.num_preemptions:
-            return 0
-        return max(int(self.fraction * request.prompt_len) - num_cached_tokens, 0)
-
-    def finish(self, load, num_tokens: int | None = None) -> None:
-        """Ends a load as the device would: the KV of the tokens stands in the blocks."""
-        count = load.num_tokens if num_tokens is None else num_tokens
-        model = self.driver.model
-        positions = np.arange(load.start, load.start + count)
-        blocks = load.block_ids[positions // model.block_size]
-        tokens = load.request.all_token_ids[positions]
-        model.kv[blocks, positions % model.block_size] = tokens
-        self.driver.scheduler.finish_kv_load(load.request.request_id, count)
+    return make
 
 
-def _with_loader(make_driver, names, fraction=1.0, **config):
-    driver = make_driver(**config)
-    driver.scheduler.kv_loader = loader = FakeLoader(driver, set(names), fraction)
-    return driver, loader
-
-
-def test_a_load_holds_blocks_and_then_runs_what_is_left(make_driver, counted):
-    driver, loader = _with_loader(make_driver, "a")
+def test_a_load_holds_blocks_and_then_runs_what_is_left(with_loader, counted):
+    driver, loader = with_loader("a")
     scheduler = driver.scheduler
     a = driver.add("a", 18, max_tokens=4)
     output = driver.schedule()
@@ -62,9 +41,9 @@ def test_a_load_holds_blocks_and_then_runs_what_is_left(make_driver, counted):
     assert scheduler.stats.num_scheduled_tokens == 1 + 3
 
 
-def test_what_was_not_loaded_is_computed(make_driver, counted):
+def test_what_was_not_loaded_is_computed(with_loader, counted):
     for loaded in (0, 7):
-        driver, loader = _with_loader(make_driver, "a")
+        driver, loader = with_loader("a")
         a = driver.add("a", 18, max_tokens=4)
         (load,) = driver.schedule().kv_loads
         loader.finish(load, loaded)
@@ -74,8 +53,8 @@ def test_what_was_not_loaded_is_computed(make_driver, counted):
         counted(a)
 
 
-def test_a_loading_request_is_skipped_and_keeps_its_place(make_driver):
-    driver, loader = _with_loader(make_driver, "b", max_num_seqs=2)
+def test_a_loading_request_is_skipped_and_keeps_its_place(with_loader):
+    driver, loader = with_loader("b", max_num_seqs=2)
     for name in "abcd":
         driver.add(name, 8, max_tokens=6)
     scheduler = driver.scheduler
@@ -92,8 +71,8 @@ def test_a_loading_request_is_skipped_and_keeps_its_place(make_driver):
     driver.drain()
 
 
-def test_a_loaded_request_is_not_stranded_behind_a_head_that_does_not_fit(make_driver):
-    driver, loader = _with_loader(make_driver, ["loaded"], num_blocks=21)
+def test_a_loaded_request_is_not_stranded_behind_a_head_that_does_not_fit(with_loader):
+    driver, loader = with_loader(["loaded"], num_blocks=21)
     driver.add("running", 36, max_tokens=12)
     driver.add("loaded", 16, max_tokens=4)
     (load,) = driver.step().kv_loads
@@ -106,9 +85,8 @@ def test_a_loaded_request_is_not_stranded_behind_a_head_that_does_not_fit(make_d
     driver.drain()
 
 
-def test_blocks_owed_to_running_prefills_are_reserved(make_driver):
-    driver, _ = _with_loader(
-        make_driver,
+def test_blocks_owed_to_running_prefills_are_reserved(with_loader):
+    driver, _ = with_loader(
         ["load"],
         num_blocks=21,
         max_num_batched_tokens=8,
@@ -127,12 +105,11 @@ def test_blocks_owed_to_running_prefills_are_reserved(make_driver):
 @pytest.mark.parametrize("reserve", [True, False])
 @pytest.mark.parametrize("fraction", [0.3, 0.7, 1.0])
 def test_two_loads_that_fit_alone_but_not_together_never_deadlock(
-    make_driver, counted, reserve, fraction
+    with_loader, counted, reserve, fraction
 ):
     rng = np.random.default_rng(5)
     for _ in range(20):
-        driver, loader = _with_loader(
-            make_driver,
+        driver, loader = with_loader(
             ["load1", "load2"],
             fraction,
             num_blocks=21,
@@ -163,8 +140,8 @@ def test_two_loads_that_fit_alone_but_not_together_never_deadlock(
             assert request.num_output_tokens == 12
 
 
-def test_abort_during_a_load_frees_its_blocks_only_when_the_load_ends(make_driver):
-    driver, loader = _with_loader(make_driver, "a")
+def test_abort_during_a_load_frees_its_blocks_only_when_the_load_ends(with_loader):
+    driver, loader = with_loader("a")
     scheduler = driver.scheduler
     driver.add("a", 18, max_tokens=4)
     (load,) = driver.schedule().kv_loads
@@ -180,8 +157,8 @@ def test_abort_during_a_load_frees_its_blocks_only_when_the_load_ends(make_drive
         scheduler.finish_kv_load("a", 3)
 
 
-def test_abort_after_a_load_frees_its_blocks(make_driver):
-    driver, loader = _with_loader(make_driver, "a", max_num_seqs=1)
+def test_abort_after_a_load_frees_its_blocks(with_loader):
+    driver, loader = with_loader("a", max_num_seqs=1)
     driver.add("a", 18, max_tokens=4)
     (load,) = driver.schedule().kv_loads
     loader.finish(load)
@@ -191,8 +168,8 @@ def test_abort_after_a_load_frees_its_blocks(make_driver):
     driver.check_idle()
 
 
-def test_more_tokens_than_asked_for_are_refused(make_driver):
-    driver, _ = _with_loader(make_driver, "a")
+def test_more_tokens_than_asked_for_are_refused(with_loader):
+    driver, _ = with_loader("a")
     driver.add("a", 18, max_tokens=4)
     driver.schedule()
     with pytest.raises(ValueError, match=r"num_tokens=18 .* \[0, 17\]"):
@@ -200,8 +177,8 @@ def test_more_tokens_than_asked_for_are_refused(make_driver):
     driver.scheduler.finish_kv_load("a", 0)
 
 
-def test_loads_start_after_cached_blocks_and_are_cached_themselves(make_driver, counted):
-    driver, loader = _with_loader(make_driver, ["b"], enable_prefix_caching=True)
+def test_loads_start_after_cached_blocks_and_are_cached_themselves(with_loader, counted):
+    driver, loader = with_loader(["b"], enable_prefix_caching=True)
     prompt = np.arange(30)
     driver.add("a", prompt=prompt[:9], max_tokens=1)
     driver.drain()
@@ -218,8 +195,8 @@ def test_loads_start_after_cached_blocks_and_are_cached_themselves(make_driver, 
     counted(c)
 
 
-def test_forced_reset_sends_loaded_requests_back_to_their_place(make_driver, counted):
-    driver, loader = _with_loader(make_driver, "ab", max_num_seqs=1, max_num_batched_tokens=8)
+def test_forced_reset_sends_loaded_requests_back_to_their_place(with_loader, counted):
+    driver, loader = with_loader("ab", max_num_seqs=1, max_num_batched_tokens=8)
     requests = [driver.add(name, 12, max_tokens=3) for name in "abc"]
     loads = driver.schedule().kv_loads
     assert [load.request.request_id for load in loads] == ["a", "b"]
