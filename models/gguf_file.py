@@ -195,7 +195,8 @@ class GGUFFile:
             return data.view("<f4").reshape(tensor.shape)
         if kind == gguf.GGMLQuantizationType.F16:
             return data.view("<f2").reshape(tensor.shape).astype(np.float32)
-        rows = data.reshape(*tensor.shape[:-1], -1)
+        # gguf works on 16 rows at a time: rows of up to 128 blocks keep it in the cache and busy.
+        rows = data.reshape(-1, math.gcd(size // block, 128) * block_bytes)
         try:
             return gguf.dequantize(rows, kind).reshape(tensor.shape)
         except NotImplementedError as error:

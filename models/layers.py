@@ -109,7 +109,7 @@ class RMSNorm(nnx.Module):
 
     def load(self, weight: Float[Array, " D"]) -> None:
         """Takes the weight (any float dtype, numpy or JAX)."""
-        self.weight[...] = jnp.asarray(weight, self.weight.dtype)
+        self.weight.set_value(jnp.asarray(weight, self.weight.dtype))
 
     def logical(self) -> Float[Array, " D"]:
         """The weight."""

@@ -74,6 +74,7 @@ class Linear(nnx.Module):
     ) -> None:
         """Takes the logical weight (any float dtype, numpy or JAX) and lays it out.
 
+        Parameters may be abstract before; they take the weight's sharding.
         Raises ValueError where shapes do not fit or the bias is missing or unexpected.
         """
         if tuple(kernel.shape) != (self.in_features, self.out_features):
@@ -85,14 +86,14 @@ class Linear(nnx.Module):
             raise ValueError("the bias is missing" if bias is None else "there is no bias here")
         if self.quantization:
             stored, scale = quantize_weight(kernel)
-            self.scale[...] = scale
+            self.scale.set_value(scale)
             if self.packed:
-                self.column_sum[...] = stored.sum(axis=0, dtype=jnp.int32)
+                self.column_sum.set_value(stored.sum(axis=0, dtype=jnp.int32))
         else:
             stored = jnp.asarray(kernel, self.dtype)
-        self.weight[...] = cpu_matmul.pack(stored) if self.packed else stored
+        self.weight.set_value(cpu_matmul.pack(stored) if self.packed else stored)
         if self.bias is not None and bias is not None:
-            self.bias[...] = jnp.asarray(bias, self.dtype)
+            self.bias.set_value(jnp.asarray(bias, self.dtype))
 
     def logical(self) -> Float[Array, "in_features out_features"]:
         """The weight as [in_features, out_features] in `dtype`."""

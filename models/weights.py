@@ -171,8 +171,6 @@ def build_model(
     for modules in tqdm(
         groups.values(), desc="Loading weights", unit="part", disable=not progress, leave=False
     ):
-        for module in modules.values():
-            _materialise(module)
         fill(modules)
         for module in modules.values():
             if sharding_of is not None:
@@ -228,16 +226,10 @@ def _hugging_face_names(path: str) -> list[str]:
     return [f"model.layers.{layer}.{name}" for name in _LAYER_NAMES[rest]]
 
 
-def _materialise(module: nnx.Module) -> None:
-    """Gives abstract parameters zeros, so that they can be set."""
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nnx.state(module))
-    nnx.update(module, zeros)
-
-
 def _place(module: nnx.Module, sharding_of: ShardingOf) -> None:
     for _, param in nnx.iter_graph(module):
         if isinstance(param, nnx.Param):
-            param[...] = jax.device_put(param[...], sharding_of(param.axes))
+            param.set_value(jax.device_put(param[...], sharding_of(param.axes)))
 
 
 class RandomSource:

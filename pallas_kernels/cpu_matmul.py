@@ -33,6 +33,7 @@ def packed_shape(
     return (-(-out_features // PANEL), in_features // pack, PANEL, pack)
 
 
+@jax.jit
 def pack(kernel: Shaped[Array, "K N"]) -> Shaped[Array, "panels K_over_P 32 P"]:
     """Packs a weight, in its own dtype."""
     k, n = kernel.shape
