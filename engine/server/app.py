@@ -8,7 +8,7 @@ import http
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import pydantic
@@ -77,12 +77,12 @@ class _Endpoints:
         return Response(self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
     async def models(self, _: Request) -> Response:
-        data = [self._model(name) for name in self._serving.model_names]
+        data = [self._model(name) for name in self._serving.preparer.model_names]
         return JSONResponse({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in self._serving.model_names:
+        if name not in self._serving.preparer.model_names:
             raise ApiError(404, f"the model {name[:200]!r} does not exist", code="model_not_found")
         return JSONResponse(self._model(name))
 
@@ -92,22 +92,19 @@ class _Endpoints:
             "object": "model",
             "created": self._created,
             "owned_by": "tidegate",
-            "root": self._serving.model_names[0],
+            "root": self._serving.preparer.model_names[0],
             "parent": None,
-            "max_model_len": self._serving.max_model_len,
+            "max_model_len": self._serving.preparer.max_model_len,
         }
 
     async def completions(self, request: Request) -> Response:
-        return await self._generate(request, CompletionRequest, self._serving.completions)
+        return await self._generate(request, CompletionRequest)
 
     async def chat(self, request: Request) -> Response:
-        return await self._generate(request, ChatRequest, self._serving.chat)
+        return await self._generate(request, ChatRequest)
 
     async def _generate(
-        self,
-        request: Request,
-        kind: type[Body],
-        answer: Callable[[Body, Receive, float], Awaitable[Response]],
+        self, request: Request, kind: type[CompletionRequest] | type[ChatRequest]
     ) -> Response:
         arrival = time.monotonic()
         try:
@@ -116,7 +113,7 @@ class _Endpoints:
                 body = await asyncio.to_thread(parse, kind, raw)
             else:
                 body = parse(kind, raw)
-            return await answer(body, request.receive, arrival)
+            return await self._serving.answer(body, request.receive, arrival)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         except Exception as error:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.outputs import CompletionOutput, Logprob, RequestMetrics
+from engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from engine.tokenizer import Tokenizer
 
 
@@ -41,7 +41,7 @@ class Usage:
         }
 
 
-class _Format:
+class AnswerFormat:
     """What both endpoints' answers have in common.
 
     A choice's index counts over prompts, then over the n sequences of each.
@@ -59,14 +59,24 @@ class _Format:
         self._head = {"id": response_id, "created": int(time.time()), "model": model}
         self._tokenizer = tokenizer
 
-    def whole(
-        self, choices: Sequence[dict[str, Any]], usage: Usage, warnings: Sequence[str] = ()
-    ) -> dict[str, Any]:
-        """The answer in one piece."""
-        body = {**self._head, "object": self.whole_object, "choices": list(choices)}
+    def whole(self, outputs: Sequence[RequestOutput], n: int, usage: Usage) -> dict[str, Any]:
+        """The answer in one piece.
+
+        Args:
+          outputs: finished, one per prompt in the prompts' order.
+          n: sequences per prompt.
+          usage: of all of it.
+        """
+        choices = [
+            self.choice(i * n + completion.index, completion)
+            for i, output in enumerate(outputs)
+            for completion in sorted(output.outputs, key=lambda o: o.index)
+        ]
+        warnings = [output.warning for output in outputs if output.warning is not None]
+        body = {**self._head, "object": self.whole_object, "choices": choices}
         body["usage"] = usage.body
         if warnings:
-            body["warnings"] = list(warnings)
+            body["warnings"] = warnings
         return body
 
     def chunk(self, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -86,7 +96,7 @@ class _Format:
         raise NotImplementedError
 
 
-class CompletionFormat(_Format):
+class CompletionFormat(AnswerFormat):
     """/v1/completions."""
 
     whole_object = chunk_object = "text_completion"
@@ -147,7 +157,7 @@ class CompletionFormat(_Format):
         return "bytes:" + "".join(f"\\x{b:02x}" for b in self._tokenizer.bytes.get(token_id))
 
 
-class ChatFormat(_Format):
+class ChatFormat(AnswerFormat):
     """/v1/chat/completions."""
 
     whole_object = "chat.completion"

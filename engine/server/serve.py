@@ -115,6 +115,7 @@ class _Server:
         from engine.async_engine import AsyncEngine
         from engine.metrics import EngineMetrics
         from engine.server.app import build_app
+        from engine.server.prepare import Preparer
         from engine.server.request_log import RequestLog
         from engine.server.serving import Serving
 
@@ -129,17 +130,15 @@ class _Server:
         self._engine = AsyncEngine(core, metrics=metrics, on_error=self._on_engine_error)
         log = RequestLog(settings.request_log) if settings.request_log else None
         template = settings.chat_template
-        serving = Serving(
-            self._engine,
-            core,
+        preparer = Preparer(
+            core.tokenizer,
             model_names=names,
             max_model_len=core.scheduler.config.max_model_len,
             priorities=self._config.scheduling_policy == "priority",
             chat_template=pathlib.Path(template).read_text(encoding="utf-8") if template else None,
-            request_log=log,
         )
         app = build_app(
-            serving,
+            Serving(self._engine, preparer, request_log=log),
             metrics,
             api_keys=settings.api_key,
             max_body_bytes=int(settings.max_body_mib * 2**20),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -12,23 +11,18 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
 from engine.async_engine import AsyncEngine, RequestStream, merge
-from engine.output_processor import Core
 from engine.outputs import RequestOutput
-from engine.sampling_params import SamplingParams
 from engine.server.errors import ApiError, as_api_error
+from engine.server.prepare import Prepared, Preparer
 from engine.server.protocol import ChatRequest, CompletionRequest
 from engine.server.request_log import RequestLog
-from engine.server.responses import ChatFormat, CompletionFormat, Usage, _Format
+from engine.server.responses import Usage
 from engine.server.sse import DONE, ClientGone, EventStream, event, until_disconnect
 
 logger = logging.getLogger(__name__)
 
-# Sequences that one HTTP request may ask for, prompts times n.
-MAX_SEQUENCES = 1024
 # Texts up to this many characters are tokenized in the event loop (well under a millisecond).
 _SHORT_TEXT = 2000
-# Normalisation may shorten a text before it is cut into tokens.
-_NORMALISATION = 4
 
 Prompt = tuple[str | None, list[int]]
 
@@ -37,160 +31,53 @@ class Serving:
     """Answers requests with one engine."""
 
     def __init__(
-        self,
-        engine: AsyncEngine,
-        core: Core,
-        *,
-        model_names: Sequence[str],
-        max_model_len: int,
-        priorities: bool = False,
-        chat_template: str | None = None,
-        request_log: RequestLog | None = None,
+        self, engine: AsyncEngine, preparer: Preparer, *, request_log: RequestLog | None = None
     ):
         """Args:
         engine: running.
-        core: the engine under it; only its tokenizer is used.
-        model_names: names that requests may use; the first one is the model's.
-        max_model_len: longest sequence in tokens.
-        priorities: the scheduler looks at priorities.
-        chat_template: Jinja text to use instead of the model's.
+        preparer: checks requests.
         request_log: gets a line per request.
         """
         self.engine = engine
-        self.tokenizer = core.tokenizer
-        self.model_names = tuple(model_names)
-        self.max_model_len = max_model_len
-        self._priorities = priorities
-        self._chat_template = chat_template
+        self.preparer = preparer
         self._request_log = request_log
 
-    # Endpoints --------------------------------------------------------------------------------
-
-    async def completions(
-        self, request: CompletionRequest, receive: Receive, arrival: float
+    async def answer(
+        self, request: CompletionRequest | ChatRequest, receive: Receive, arrival: float
     ) -> Response:
-        """/v1/completions. Raises what `as_api_error` understands."""
-        model = self._check_model(request.model)
-        params = self._check_params(request, len(request.prompts))
-        special = True if request.add_special_tokens is None else request.add_special_tokens
-        prompts = [await self._tokenize(p, special) for p in request.prompts]
-        if not prompts:
-            raise ApiError(400, "prompt is an empty list", param="prompt")
-        echoed = {}
-        if request.echo:
-            for i, (text, ids) in enumerate(prompts):
-                text = self.tokenizer.decode(ids) if text is None else text
-                echoed |= {i * params.n + j: text for j in range(params.n)}
-        response_id = f"cmpl-{uuid.uuid4().hex}"
-        shape = CompletionFormat(response_id, model, self.tokenizer, echoed=echoed)
-        return await self._answer(response_id, request, prompts, params, shape, receive, arrival)
+        """Answers one request.
 
-    async def chat(self, request: ChatRequest, receive: Receive, arrival: float) -> Response:
-        """/v1/chat/completions. Raises what `as_api_error` understands."""
-        model = self._check_model(request.model)
-        params = self._check_params(request, 1)
-        if not request.messages:
-            raise ApiError(400, "messages is an empty list", param="messages")
-        messages = [m.for_template() for m in request.messages]
-        variables = dict(request.chat_template_kwargs or {})
-        for name in ("messages", "chat_template", "add_generation_prompt"):
-            if name in variables:
-                raise ApiError(
-                    400, f"chat_template_kwargs must not set {name}", param="chat_template_kwargs"
-                )
-        text = self.tokenizer.apply_chat_template(
-            messages,
-            add_generation_prompt=request.add_generation_prompt is not False,
-            chat_template=self._chat_template,
-            **variables,
-        )
-        prompt = await self._tokenize(text, bool(request.add_special_tokens))
-        response_id = f"chatcmpl-{uuid.uuid4().hex}"
-        shape = ChatFormat(
-            response_id, model, self.tokenizer, top_logprobs=request.top_logprobs or 0
-        )
-        return await self._answer(response_id, request, [prompt], params, shape, receive, arrival)
+        Args:
+          request: parsed body.
+          receive: of ASGI, the body having been read.
+          arrival: on the clock of time.monotonic.
 
-    # Checks -----------------------------------------------------------------------------------
-
-    def _check_model(self, name: str | None) -> str:
-        if name is None:
-            return self.model_names[0]
-        if name not in self.model_names:
-            raise ApiError(
-                404,
-                f"the model {name[:200]!r} does not exist; this server has "
-                + ", ".join(map(repr, self.model_names)),
-                param="model",
-                code="model_not_found",
-            )
-        return name
-
-    def _check_params(
-        self, request: CompletionRequest | ChatRequest, num_prompts: int
-    ) -> SamplingParams:
-        params = request.sampling_params()
-        if params.n * num_prompts > MAX_SEQUENCES:
-            raise ApiError(
-                400,
-                f"{num_prompts} prompts times n={params.n} are {params.n * num_prompts} "
-                f"sequences; the limit is {MAX_SEQUENCES} per request",
-                param="n",
-            )
-        if request.priority and not self._priorities:
-            raise ApiError(
-                400,
-                f"priority={request.priority} needs a server with --scheduling_policy=priority",
-                param="priority",
-            )
-        if request.stream_options is not None and not request.stream:
-            raise ApiError(400, "stream_options needs stream=true", param="stream_options")
-        return params
-
-    async def _tokenize(self, prompt: str | list[int], add_special_tokens: bool) -> Prompt:
-        if not isinstance(prompt, str):
-            return None, prompt
-        # A text that is certainly too long is not worth minutes of tokenizing.
-        least = len(prompt) // (self.tokenizer.max_token_chars * _NORMALISATION)
-        if least >= self.max_model_len:
-            raise ApiError(
-                400,
-                f"the prompt has {len(prompt)} characters, which are more than {least} tokens; "
-                f"with max_model_len={self.max_model_len} at most {self.max_model_len - 1} leave "
-                "room for one token of output",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        if len(prompt) <= _SHORT_TEXT:
-            return prompt, self.tokenizer.encode(prompt, add_special_tokens)
-        encode = self.tokenizer.encode_aside
-        return prompt, await asyncio.to_thread(encode, prompt, add_special_tokens)
-
-    # Answers ----------------------------------------------------------------------------------
-
-    async def _answer(
-        self,
-        response_id: str,
-        request: CompletionRequest | ChatRequest,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        shape: _Format,
-        receive: Receive,
-        arrival: float,
-    ) -> Response:
-        job = _Job(self.engine, response_id, prompts, params, arrival, self._request_log)
+        Raises:
+          Exception: what `as_api_error` turns into an answer.
+        """
+        prepared = self.preparer.prepare(request)
+        prompts = [
+            await self._tokenize(prompt, prepared.add_special_tokens) for prompt in prepared.prompts
+        ]
+        job = _Job(self.engine, prepared, prompts, arrival, self._request_log)
         try:
-            await until_disconnect(receive, job.start(request.priority or 0, request.cache_salt))
+            await until_disconnect(receive, job.start())
             if request.stream:
-                return EventStream(job.events(shape, request), job.close)
-            body = await until_disconnect(receive, job.collect(shape))
+                return EventStream(job.events(request), job.close)
+            return JSONResponse(await until_disconnect(receive, job.collect()))
         except ClientGone:
             job.close()
             return Response(status_code=499)  # nobody reads it
         except BaseException:
             job.close()
             raise
-        return JSONResponse(body)
+
+    async def _tokenize(self, prompt: str | list[int], add_special_tokens: bool) -> Prompt:
+        if not isinstance(prompt, str):
+            return None, prompt
+        if len(prompt) <= _SHORT_TEXT:
+            return prompt, self.preparer.tokenizer.encode(prompt, add_special_tokens)
+        return prompt, await asyncio.to_thread(self.preparer.tokenize, prompt, add_special_tokens)
 
 
 class _Job:
@@ -199,16 +86,16 @@ class _Job:
     def __init__(
         self,
         engine: AsyncEngine,
-        response_id: str,
+        prepared: Prepared,
         prompts: Sequence[Prompt],
-        params: SamplingParams,
         arrival: float,
         request_log: RequestLog | None,
     ):
         self._engine = engine
-        self._id = response_id
+        self._prepared = prepared
+        self._params = prepared.params
+        self._shape = prepared.shape
         self._prompts = prompts
-        self._params = params
         self._arrival = arrival
         self._log = request_log
         self._streams: list[RequestStream] = []
@@ -217,18 +104,19 @@ class _Job:
         self._usage = Usage([len(ids) for _, ids in prompts])
         self._closed = False
 
-    async def start(self, priority: int, cache_salt: str | None) -> None:
+    async def start(self) -> None:
         """Hands every prompt to the engine; `close` takes back what was accepted."""
         wake = asyncio.Event()
+        prepared = self._prepared
         for i, (text, ids) in enumerate(self._prompts):
             stream = await self._engine.add_request(
-                self._id if len(self._prompts) == 1 else f"{self._id}-{i}",
+                f"{prepared.response_id}-{i}" if len(self._prompts) > 1 else prepared.response_id,
                 text,
                 ids,
                 self._params,
-                priority=priority,
+                priority=prepared.priority,
                 arrival_time=self._arrival,
-                cache_salt=cache_salt,
+                cache_salt=prepared.cache_salt,
                 wake=wake,
             )
             self._streams.append(stream)
@@ -257,7 +145,7 @@ class _Job:
         if output.finished:
             self._reasons[prompt] = output.outputs[-1].finish_reason or "stop"
 
-    async def collect(self, shape: _Format) -> dict[str, Any]:
+    async def collect(self) -> dict[str, Any]:
         """The whole answer."""
         whole: dict[int, RequestOutput] = {}
         try:
@@ -269,21 +157,14 @@ class _Job:
                     whole[i] = output
         finally:
             self.close()
-        choices = [
-            shape.choice(i * self._params.n + completion.index, completion)
-            for i, output in sorted(whole.items())
-            for completion in sorted(output.outputs, key=lambda o: o.index)
-        ]
-        for choice in choices:
-            if choice["finish_reason"] in ("abort", "error"):
-                raise ApiError(500, "the engine ended the request", code="internal_error")
-        warnings = [w for _, o in sorted(whole.items()) if (w := o.warning) is not None]
-        return shape.whole(choices, self._usage, warnings)
+        outputs = [output for _, output in sorted(whole.items())]
+        if any(o.finish_reason in ("abort", "error") for r in outputs for o in r.outputs):
+            raise ApiError(500, "the engine ended the request", code="internal_error")
+        return self._shape.whole(outputs, self._params.n, self._usage)
 
-    async def events(
-        self, shape: _Format, request: CompletionRequest | ChatRequest
-    ) -> AsyncIterator[bytes]:
+    async def events(self, request: CompletionRequest | ChatRequest) -> AsyncIterator[bytes]:
         """The answer as events."""
+        shape = self._shape
         usage: dict[str, Any] = {"usage": None} if request.include_usage else {}
         warnings = []
         try:

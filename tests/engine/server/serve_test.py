@@ -61,6 +61,21 @@ class Process:
         with httpx.stream("POST", self.url + "/v1/completions", json=body, timeout=30) as response:
             return [line for line in response.iter_lines() if line]
 
+    def running(self):
+        """Requests in the batch."""
+        text = httpx.get(self.url + "/metrics").text
+        return next(
+            float(line.split()[-1])
+            for line in text.splitlines()
+            if line.startswith("vllm:num_requests_running")
+        )
+
+    def wait_until_running(self, count):
+        deadline = time.monotonic() + 20
+        while self.running() != count:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
     def wait(self):
         """(exit code, rest of standard error)."""
         error = self.popen.stderr.read()
@@ -102,7 +117,7 @@ def test_requests_finish_before_the_end(start, number):
     process = start(shutdown_timeout_s=20)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         streams = [pool.submit(process.stream) for _ in range(4)]
-        time.sleep(0.3)
+        process.wait_until_running(4)
         process.popen.send_signal(number)
         time.sleep(0.2)
         late = httpx.post(process.url + "/v1/completions", json={"prompt": "a"})
@@ -119,7 +134,7 @@ def test_what_takes_too_long_is_cut_off(start):
     process = start(core={"step_seconds": 0.05}, shutdown_timeout_s=0.5)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         streams = [pool.submit(process.stream) for _ in range(8)]
-        time.sleep(0.5)
+        process.wait_until_running(8)
         began = time.monotonic()
         process.popen.send_signal(signal.SIGTERM)
         for stream in streams:
@@ -135,7 +150,7 @@ def test_a_second_signal_is_meant(start):
     process = start(core={"step_seconds": 0.05}, shutdown_timeout_s=60)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         stream = pool.submit(process.stream)
-        time.sleep(0.3)
+        process.wait_until_running(1)
         process.popen.send_signal(signal.SIGTERM)
         time.sleep(0.2)
         process.popen.send_signal(signal.SIGTERM)
@@ -146,7 +161,7 @@ def test_a_second_signal_is_meant(start):
 
 
 def test_a_failing_engine_ends_the_process(start):
-    process = start(fail_after=1.5)
+    process = start(fail_after=3.0)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         streams = [pool.submit(process.stream) for _ in range(3)]
         for stream in streams:
@@ -163,14 +178,6 @@ def test_clients_that_leave_or_stop_reading(start):
     process = start(core={"step_seconds": 0.001, "max_num_seqs": 64, "max_model_len": 4000,
                           "num_blocks": 8000}, shutdown_timeout_s=1)  # fmt: skip
 
-    def running():
-        text = httpx.get(process.url + "/metrics").text
-        return next(
-            float(x.split()[-1])
-            for x in text.splitlines()
-            if x.startswith("vllm:num_requests_running")
-        )
-
     body = {**LONG, "max_tokens": 3900}
     for stream in (True, False):
         with httpx.Client(timeout=0.3) as client, contextlib.suppress(httpx.TimeoutException):
@@ -179,10 +186,7 @@ def test_clients_that_leave_or_stop_reading(start):
                     next(response.iter_lines())
             else:
                 client.post(process.url + "/v1/completions", json={**body, "stream": False})
-        deadline = time.monotonic() + 3
-        while running() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert running() == 0
+        process.wait_until_running(0)
     # One that does not read holds nobody up, and does not keep the server from ending.
     with httpx.Client(timeout=20) as client:
         request = client.build_request("POST", process.url + "/v1/completions", json=body)
