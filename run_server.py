@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 
 from absl import flags
 
@@ -17,7 +18,6 @@ from engine.server.serve import serve
 from engine.server.settings_help import field_help, field_kinds
 from scheduler.config import SchedulerConfig
 
-_SETTINGS = (EngineConfig, ServerConfig)
 _DEFINE = {
     str: flags.DEFINE_string,
     int: flags.DEFINE_integer,
@@ -27,12 +27,13 @@ _DEFINE = {
 }
 
 
-def define_flags() -> flags.FlagValues:
-    """A flag for every setting; defaults and texts are those of the settings classes."""
+def define_flags(*classes: type) -> flags.FlagValues:
+    """A flag for every field of the settings classes, whose defaults and texts they take over."""
     values = flags.FlagValues()
-    texts = field_help(SchedulerConfig) | field_help(ServerConfig)
-    texts |= {n: t for n, t in field_help(EngineConfig).items() if n not in texts}
-    for settings in _SETTINGS:
+    texts: dict[str, str] = {}
+    for settings in (*classes, SchedulerConfig):
+        texts = field_help(settings) | texts
+    for settings in classes:
         kinds = field_kinds(settings)
         for field in dataclasses.fields(settings):
             kind, default = kinds[field.name], field.default
@@ -45,28 +46,33 @@ def define_flags() -> flags.FlagValues:
     return values
 
 
-def main(argv: list[str]) -> int:
-    """Runs the server with these arguments (without the program's name); returns the exit code."""
-    values = define_flags()
+def parse(argv: Sequence[str], values: flags.FlagValues) -> None:
+    """Reads a command line (without the program's name). Raises flags.Error, ValueError."""
     booleans = {name for name in values if values[name].boolean}
     lists = {name for name in values if isinstance(values[name], flags.MultiFlag)}
-    try:
-        rest = values([sys.argv[0], *normalize_argv(argv, booleans, lists)])[1:]
-        if values["help"].value:
-            print((__doc__ or "").strip(), values.get_help(), sep="\n\n")
-            return 0
-        if rest:
-            raise ValueError(f"unexpected argument {rest[0]!r}; flags are written --name=value")
-        return serve(_fill(EngineConfig, values), _fill(ServerConfig, values))
-    except (flags.Error, ValueError) as error:
-        print(f"run_server.py: {error}", file=sys.stderr)
-        return 1
+    rest = values([sys.argv[0], *normalize_argv(argv, booleans, lists)])[1:]
+    if rest:
+        raise ValueError(f"unexpected argument {rest[0]!r}; flags are written --name=value")
 
 
-def _fill(settings, values):
+def fill(settings, values: flags.FlagValues):
     """A settings object from the flags of the same names."""
     fields = {field.name: values[field.name].value for field in dataclasses.fields(settings)}
     return settings(**{n: tuple(v) if isinstance(v, list) else v for n, v in fields.items()})
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the server with these arguments (without the program's name); returns the exit code."""
+    values = define_flags(EngineConfig, ServerConfig)
+    try:
+        parse(argv, values)
+        if values["help"].value:
+            print((__doc__ or "").strip(), values.get_help(), sep="\n\n")
+            return 0
+        return serve(fill(EngineConfig, values), fill(ServerConfig, values))
+    except (flags.Error, ValueError) as error:
+        print(f"run_server.py: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

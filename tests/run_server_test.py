@@ -34,7 +34,7 @@ def test_defaults_are_those_of_the_settings(served):
 
 
 def test_every_setting_has_a_flag_with_a_text():
-    values = run_server.define_flags()
+    values = run_server.define_flags(EngineConfig, ServerConfig)
     for settings in (EngineConfig, ServerConfig):
         for field in dataclasses.fields(settings):
             assert len(values[field.name].help) > 10, field.name

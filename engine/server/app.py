@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import hmac
 import http
-import json
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-import pydantic
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -21,13 +19,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine import __version__
 from engine.metrics import CONTENT_TYPE, EngineMetrics
-from engine.server.errors import ApiError, as_api_error, on_error, validation_error
-from engine.server.protocol import ChatRequest, CompletionRequest
+from engine.server.errors import ApiError, as_api_error, on_error
+from engine.server.protocol import ChatRequest, CompletionRequest, parse_body
 from engine.server.serving import Serving
 
 logger = logging.getLogger(__name__)
 
-Body = TypeVar("Body", bound=pydantic.BaseModel)
 # Bodies above this size are parsed in a thread.
 _LARGE_BODY = 256 * 1024
 
@@ -110,9 +107,9 @@ class _Endpoints:
         try:
             raw = await self._read(request)
             if len(raw) > _LARGE_BODY:
-                body = await asyncio.to_thread(parse, kind, raw)
+                body = await asyncio.to_thread(parse_body, kind, raw)
             else:
-                body = parse(kind, raw)
+                body = parse_body(kind, raw)
             return await self._serving.answer(body, request.receive, arrival)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
@@ -138,28 +135,6 @@ class _Endpoints:
                 raise error
             chunks.append(chunk)
         return b"".join(chunks)
-
-
-def parse(kind: type[Body], raw: bytes) -> Body:
-    """Reads a JSON body.
-
-    Raises:
-      ApiError: with status 400 and what is wrong.
-    """
-    try:
-        value = json.loads(raw.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is not valid UTF-8 at byte {error.start}") from error
-    except ValueError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise ApiError(400, "the body is nested too deeply") from error
-    if not isinstance(value, dict):
-        raise ApiError(400, "the body is not a JSON object")
-    try:
-        return kind.model_validate(value)
-    except pydantic.ValidationError as error:
-        raise validation_error(error) from error
 
 
 async def _on_http_error(_: Request, error: Exception) -> Response:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
 from engine.sampling_params import SamplingParams
-from engine.server.errors import ApiError
+from engine.server.errors import ApiError, validation_error
 
 logger = logging.getLogger(__name__)
 
+Body = TypeVar("Body", bound=BaseModel)
 _MAX_STOPS = 64
 _warned: set[str] = set()
 
@@ -255,3 +258,30 @@ def _token_keys(bias: dict[str, float] | None) -> dict[int, float] | None:
         raise ApiError(
             400, f"logit_bias names {wrong[:60]!r}, which is no token id", param="logit_bias"
         ) from None
+
+
+def parse_body(kind: type[Body], raw: bytes) -> Body:
+    """Reads a JSON body.
+
+    Raises:
+      ApiError: with status 400 and what is wrong.
+    """
+    try:
+        value = json.loads(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not valid UTF-8 at byte {error.start}") from error
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply") from error
+    return check_body(kind, value)
+
+
+def check_body(kind: type[Body], value: Any) -> Body:
+    """Checks a body that was read already. Raises ApiError."""
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body is not a JSON object")
+    try:
+        return kind.model_validate(value)
+    except pydantic.ValidationError as error:
+        raise validation_error(error) from error
