@@ -43,11 +43,12 @@ def step_model_from(spec: str) -> StepTimeModel:
     fields = [field.name for field in dataclasses.fields(StepTimeModel)]
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return StepTimeModel(**{name: float(values[name]) for name in fields})
-    except (TypeError, KeyError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        terms = {name: float(values[name]) for name in fields}
+    except (TypeError, KeyError, ValueError) as error:
         raise ValueError(
             f"step model {path} is not a JSON object with the numbers {', '.join(fields)}"
         ) from error
+    return StepTimeModel(**terms)
 
 
 def save_step_model(model: StepTimeModel, path: str | pathlib.Path) -> None:
