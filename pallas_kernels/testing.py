@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Num, Shaped
 
 from pallas_kernels.attention import AttentionConfig, KVCacheSpec
-from pallas_kernels.batch import RaggedBatch, ragged_batch
+from pallas_kernels.batch import RaggedBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,9 @@ def make_case(
     sinks: bool = False,
     shared_pages: int = 0,
     padding_rows: int = 1,
-    padding_tokens: int = 3,
+    padding_tokens: int | None = None,
+    num_pages: int | None = None,
+    table_width: int | None = None,
     seed: int = 0,
 ) -> Case:
     """Builds a case of rows (query length, context length), decoding rows first.
@@ -64,8 +66,12 @@ def make_case(
     Pages are dealt in shuffled order; the first `shared_pages` pages of the first row are also
     the first pages of every other row that has them wholly before its new tokens (a shared
     prefix). Pages wholly outside the sliding window are the null page, which is poisoned. A one
-    byte `kv_dtype` gets a random scale per head.
+    byte `kv_dtype` gets a random scale per head. `num_pages` and `table_width` fix shapes that
+    would else follow from the rows.
+    `padding_tokens` is 3 by default, and one per padding row in a decode-only case.
     """
+    if padding_tokens is None:
+        padding_tokens = padding_rows if max_query_len == 1 else 3
     rng = np.random.default_rng(seed)
     q_lens = [q_len for q_len, _ in rows]
     kv_lens = [kv_len for _, kv_len in rows]
@@ -76,9 +82,10 @@ def make_case(
         num_decodes += 1
 
     counts = [-(-kv_len // page_size) for kv_len in kv_lens]
-    num_pages = 1 + sum(counts) + 2
+    num_pages = 1 + sum(counts) + 2 if num_pages is None else num_pages
+    table_width = max([1, *counts]) + 1 if table_width is None else table_width
     order = list(rng.permutation(np.arange(1, num_pages)))
-    table = np.zeros((num_rows, max([1, *counts]) + 1), np.int32)
+    table = np.zeros((num_rows, table_width), np.int32)
     for row, count in enumerate(counts):
         table[row, :count] = [order.pop() for _ in range(count)]
         old_pages = (kv_lens[row] - q_lens[row]) // page_size
@@ -115,15 +122,26 @@ def make_case(
 
     q = random_tokens(num_q_heads, 0.0)
     k, v = random_tokens(num_kv_heads, np.nan), random_tokens(num_kv_heads, np.nan)
+    positions, slots = np.zeros(total, np.int32), np.zeros(total, np.int32)
     ends = np.cumsum([0, *q_lens, *[0] * padding_rows])
-    batch = ragged_batch(
-        jnp.asarray(ends, jnp.int32),
-        jnp.asarray([*kv_lens, *[0] * padding_rows], jnp.int32),
-        jnp.asarray(table),
-        jnp.asarray([len(rows)], jnp.int32),
-        jnp.asarray([num_decodes], jnp.int32),
-        num_tokens=total,
-        page_size=page_size,
+    for row, (q_len, kv_len) in enumerate(rows):
+        position = np.arange(kv_len - q_len, kv_len)
+        tokens = slice(ends[row], ends[row + 1])
+        positions[tokens] = position
+        slots[tokens] = table[row, position // page_size] * page_size + position % page_size
+    batch = RaggedBatch(
+        *(
+            jnp.asarray(x, jnp.int32)
+            for x in (
+                ends,
+                [*kv_lens, *[0] * padding_rows],
+                table,
+                [len(rows)],
+                [num_decodes],
+                positions,
+                slots,
+            )
+        )
     )
     return Case(
         q=q,

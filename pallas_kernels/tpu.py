@@ -8,12 +8,14 @@ over tiles of query tokens (tpu_prefill). Keys and values are written by a kerne
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Num, Shaped
 
-from pallas_kernels import tpu_layout, tpu_tables
+from pallas_kernels import tensor_parallel, tpu_layout, tpu_tables
 from pallas_kernels.attention_types import AttentionConfig, KVCacheSpec
 from pallas_kernels.batch import RaggedBatch
 from pallas_kernels.tpu_decode import decode_attention
@@ -22,7 +24,10 @@ from pallas_kernels.tpu_prefill import prefill_attention
 from pallas_kernels.tpu_softmax import Scoring
 from pallas_kernels.tpu_write import granules_of, write_granules
 
-_DECODE_ROWS = 32  # rows whose queries and outputs are in VMEM at once
+_DECODE_ROWS = 128  # rows whose queries and outputs are in VMEM at once
+
+# Which dimension counts heads, for `tensor_parallel`.
+_HEAD_POSITION = {"q": 1, "k": 1, "v": 1, "pages": 1, "k_scale": 0, "v_scale": 0, "sinks": 0}
 
 
 def init_kv_pages(spec: KVCacheSpec) -> Shaped[Array, "N H C S L"]:
@@ -72,6 +77,20 @@ def kv_write(
     null page are not written at all. `single` promises one token per row.
     """
     layout = layout_of(spec)
+    if (axis := tensor_parallel.head_axis()) is not None:
+        return _by_heads(
+            kv_write,
+            axis,
+            spec,
+            1,
+            batch=batch,
+            k=k,
+            v=v,
+            pages=pages,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            static={"single": single},
+        )
     chip = tpu_tables.current_chip()
     rows = pack_kv(_stored(k, k_scale, spec), _stored(v, v_scale, spec), layout)
     tokens = rows.shape[0]
@@ -106,6 +125,20 @@ def ragged_paged_attention(
 
     Raises NotImplementedError for float16 queries and for page tables beyond scalar memory.
     """
+    if (axis := tensor_parallel.head_axis()) is not None:
+        return _by_heads(
+            ragged_paged_attention,
+            axis,
+            spec,
+            1,
+            batch=batch,
+            q=q,
+            pages=pages,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            sinks=sinks,
+            static={"config": config},
+        )
     call = _Call.of(q, batch, spec, config)
     if config.max_query_len == 1 and not config.batch_invariant:
         return call.decode(q, pages, batch, k_scale, v_scale, sinks)
@@ -144,6 +177,32 @@ def attend(
         q, pages, batch, spec, config, k_scale=k_scale, v_scale=v_scale, sinks=sinks
     )
     return out, pages
+
+
+def _by_heads(
+    function: Callable[..., Any],
+    axis: tensor_parallel.HeadAxis,
+    spec: KVCacheSpec,
+    out_position: int,
+    *,
+    static: dict[str, Any],
+    **arrays: Any,
+) -> Any:
+    """`function` on each device's heads."""
+    local = tensor_parallel.local_spec(spec, axis)
+
+    def call(**inputs: Any) -> Any:
+        with tensor_parallel.no_split():
+            return function(**inputs, spec=local, **static)
+
+    return tensor_parallel.by_heads(
+        call,
+        axis,
+        arrays,
+        replicated=("batch",),
+        head_position=_HEAD_POSITION,
+        out_positions=out_position,
+    )
 
 
 def _stored(

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Float32, Int32, Num, Shaped
 
 from pallas_kernels.tpu_layout import LANES, HeadGroups
 from pallas_kernels.tpu_pages import page_range, start_pages, wait_pages
-from pallas_kernels.tpu_softmax import LOG2E, MASKED, Scoring, normalize, update
+from pallas_kernels.tpu_softmax import LOG2E, MASKED, Scoring, normalize, spread, update
 
 Ref = Any
 
@@ -77,7 +77,7 @@ def decode_attention(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(steps,),
-            in_specs=[q_spec, *[whole] * len(extras), pl.BlockSpec(memory_space=pl.ANY)],
+            in_specs=[q_spec, *[whole] * len(extras), pl.BlockSpec(memory_space=pltpu.HBM)],
             out_specs=q_spec,
             scratch_shapes=[
                 pltpu.VMEM((2, pages_per_block, *pages.shape[1:]), pages.dtype),
@@ -89,7 +89,11 @@ def decode_attention(
             ],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit_bytes
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=vmem_limit_bytes,
+            # Pages and slots come from the scheduler, which owns them; a check costs more than
+            # the copy it guards takes to start.
+            disable_bounds_checks=True,
         ),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         name="tidegate_decode_attention",
@@ -193,7 +197,7 @@ def _kernel(
                 other = scoring.weighted(weights, values[index])
                 summed = jnp.where(owner == index, other, summed)
             top_ref[group], total_ref[group] = top, total
-            sum_ref[group] = sum_ref[group] * factor[:, :1] + summed
+            sum_ref[group] = sum_ref[group] * spread(factor, lanes) + summed
 
     def attend_block(
         index: jax.Array, row: jax.Array, first: jax.Array, count: jax.Array, block: jax.Array

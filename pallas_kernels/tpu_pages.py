@@ -11,6 +11,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 Ref = Any
 
+# Copies started per turn of the loop: the branch and the address arithmetic overlap.
+UNROLL = 4
+
 
 def start_pages(
     pages_hbm: Ref, table: Ref, first: jax.Array, count: jax.Array, buffer: Ref, semaphore: Ref
@@ -21,12 +24,22 @@ def start_pages(
     `count` are not touched: their part of the buffer keeps what it held.
     """
 
-    def start(index: jax.Array, carry: None) -> None:
+    def start(index: jax.Array) -> None:
         page = table[first + index]
         pltpu.make_async_copy(pages_hbm.at[page], buffer.at[index], semaphore).start()
+
+    def start_some(group: jax.Array, carry: None) -> None:
+        for place in range(UNROLL):
+            start(group * UNROLL + place)
         return carry
 
-    jax.lax.fori_loop(0, count, start, None)
+    def start_one(index: jax.Array, carry: None) -> None:
+        start(index)
+        return carry
+
+    groups = count // UNROLL
+    jax.lax.fori_loop(0, groups, start_some, None)
+    jax.lax.fori_loop(groups * UNROLL, count, start_one, None)
 
 
 def wait_pages(pages_hbm: Ref, count: jax.Array, buffer: Ref, semaphore: Ref) -> None:

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Float32, Int32, Num, Shaped
 
 from pallas_kernels.tpu_layout import LANES
 from pallas_kernels.tpu_pages import page_range, start_pages, wait_pages
-from pallas_kernels.tpu_softmax import LOG2E, MASKED, Scoring, normalize, update
+from pallas_kernels.tpu_softmax import LOG2E, MASKED, Scoring, normalize, spread, update
 
 Ref = Any
 
@@ -142,7 +142,7 @@ def prefill_attention(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=6,
             grid=(heads // blocks.heads, tiles),
-            in_specs=[q_spec, *extra_specs, pl.BlockSpec(memory_space=pl.ANY)],
+            in_specs=[q_spec, *extra_specs, pl.BlockSpec(memory_space=pltpu.HBM)],
             out_specs=q_spec,
             scratch_shapes=[
                 pltpu.VMEM(
@@ -156,7 +156,11 @@ def prefill_attention(
             ],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=vmem_limit_bytes
+            dimension_semantics=("arbitrary", "arbitrary"),
+            vmem_limit_bytes=vmem_limit_bytes,
+            # Pages and slots come from the scheduler, which owns them; a check costs more than
+            # the copy it guards takes to start.
+            disable_bounds_checks=True,
         ),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         name="tidegate_prefill_attention",
@@ -283,7 +287,7 @@ def _kernel(
             weights, factor, top, total = update(scores, top_ref[head, rows], total_ref[head, rows])
             top_ref[head, rows], total_ref[head, rows] = top, total
             summed = scoring.weighted(weights, values)
-            sum_ref[head, rows] = sum_ref[head, rows] * factor[:, :1] + summed
+            sum_ref[head, rows] = sum_ref[head, rows] * spread(factor, lanes) + summed
 
     def attend_keys(item: _Item, buffer: jax.Array, first_page: jax.Array, base: jax.Array) -> None:
         """Visits the query steps of the item that see any of the keys base, base + 1, ..."""

@@ -90,8 +90,8 @@ def write_granules(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(1,),
-            in_specs=[pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pl.ANY)],
-            out_specs=pl.BlockSpec(memory_space=pl.ANY),
+            in_specs=[pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pltpu.HBM)],
+            out_specs=pl.BlockSpec(memory_space=pltpu.HBM),
             scratch_shapes=[
                 pltpu.VMEM((2, batch, 1 if single else window, num_rows, lanes), jnp.float32),
                 pltpu.VMEM(shape, pages.dtype),
@@ -102,7 +102,11 @@ def write_granules(
             ],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit_bytes
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=vmem_limit_bytes,
+            # Pages and slots come from the scheduler, which owns them; a check costs more than
+            # the copy it guards takes to start.
+            disable_bounds_checks=True,
         ),
         out_shape=jax.ShapeDtypeStruct(pages.shape, pages.dtype),
         input_output_aliases={5: 0},
@@ -148,27 +152,28 @@ def _kernel(
 
     def each(number: jax.Array, visit: Any) -> None:
         """Calls visit(index, place, buffer) for the granules of a batch."""
-        for place in range(batch):
-            index = number * batch + place
+        first = number * batch
 
-            @pl.when(index < count)
-            def _(index: jax.Array = index, place: int = place) -> None:
-                visit(index, place, number % 2)
+        def body(index: jax.Array, carry: None) -> None:
+            visit(index, index - first, number % 2)
+            return carry
 
-    def start_read(index: jax.Array, place: int, buffer: jax.Array) -> None:
+        jax.lax.fori_loop(first, jnp.minimum(first + batch, count), body, None)
+
+    def start_read(index: jax.Array, place: jax.Array, buffer: jax.Array) -> None:
         pltpu.make_async_copy(*source(index, buffer, place), new_semaphores.at[buffer]).start()
         pltpu.make_async_copy(home(index), old.at[buffer, place], old_semaphores.at[buffer]).start()
 
-    def wait_read(index: jax.Array, place: int, buffer: jax.Array) -> None:
+    def wait_read(index: jax.Array, place: jax.Array, buffer: jax.Array) -> None:
         pltpu.make_async_copy(*source(index, buffer, place), new_semaphores.at[buffer]).wait()
         pltpu.make_async_copy(home(index), old.at[buffer, place], old_semaphores.at[buffer]).wait()
 
-    def write_of(index: jax.Array, place: int, buffer: jax.Array) -> Any:
+    def write_of(index: jax.Array, place: jax.Array, buffer: jax.Array) -> Any:
         return pltpu.make_async_copy(
             result.at[buffer, place], home(index), result_semaphores.at[buffer]
         )
 
-    def combine(index: jax.Array, place: int, buffer: jax.Array) -> None:
+    def combine(index: jax.Array, place: jax.Array, buffer: jax.Array) -> None:
         low = slot_ref[index] % granule
         row = jax.lax.broadcasted_iota(jnp.int32, (granule, lanes), 0)
         fresh = (row >= low) & (row < low + count_ref[index])

@@ -1,0 +1,423 @@
+"""Compares the TPU attention kernels with JAX's ragged_paged_attention without a TPU.
+
+Both are compiled ahead of time; executed bundles follow from the dumped code (tpu_bundles) and
+from how often each loop runs, DMA bytes from the pages each kernel copies:
+
+    python -m benchmarks.tpu_cycles --topology v5e:1x1 --output cycles.md
+
+What it cannot see: stalls on DMA and on VMEM banks, clock throttling, the time between kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import app, flags
+
+from benchmarks.tpu_bundles import Program, find_dump, read_program
+from pallas_kernels.tpu_pages import UNROLL
+
+_TOPOLOGY = flags.DEFINE_string("topology", "v5e:1x1", "TPU to compile for.")
+_PAGE_SIZE = flags.DEFINE_integer("page_size", 16, "Tokens per page.")
+_ONLY = flags.DEFINE_string("only", "", "Run the shapes whose name contains this.")
+_OUTPUT = flags.DEFINE_string("output", None, "Write the table here as well.")
+_COMPILE = flags.DEFINE_string("compile", None, "Internal: compile this JSON description and exit.")
+
+# Peak HBM bytes per second and clock in Hz of one core.
+CHIPS = {"v5e": (819e9, 1.5e9), "v6e": (1640e9, 1.75e9)}
+HEADS = {"8b": (32, 8), "70b_tp8": (8, 1)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Rows of (query length, context length) and the heads; head size 128, bfloat16."""
+
+    name: str
+    rows: tuple[tuple[int, int], ...]
+    q_heads: int
+    kv_heads: int
+    page_size: int
+
+    @property
+    def decode(self) -> bool:
+        return all(q_len == 1 for q_len, _ in self.rows)
+
+    @property
+    def tokens(self) -> int:
+        return sum(q_len for q_len, _ in self.rows)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_size * 2 * self.kv_heads * 128 * 2
+
+    @property
+    def pages(self) -> list[int]:
+        return [-(-kv_len // self.page_size) for _, kv_len in self.rows]
+
+    @property
+    def activation_bytes(self) -> int:
+        """Queries and outputs."""
+        return 2 * self.tokens * self.q_heads * 128 * 2
+
+    @property
+    def needed_bytes(self) -> int:
+        """Live pages, queries and outputs, each once."""
+        return sum(self.pages) * self.page_bytes + self.activation_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What one call executes and copies."""
+
+    bundles: float
+    dma_bytes: float
+    spills: float
+    detail: str
+
+
+def shapes(page_size: int) -> list[Shape]:
+    """The shapes compared."""
+    found = []
+    for heads, (q_heads, kv_heads) in HEADS.items():
+        for context in (1024, 4096):
+            for rows in (8, 32, 128):
+                name = f"{heads}_decode_{rows}x{context}"
+                found.append(Shape(name, ((1, context),) * rows, q_heads, kv_heads, page_size))
+        name = f"{heads}_prefill_2048"
+        found.append(Shape(name, ((2048, 2048),), q_heads, kv_heads, page_size))
+    return found
+
+
+def _page_loops(pages: int) -> tuple[int, int]:
+    """Turns of the unrolled loop that starts page copies, and of the one over what is left."""
+    return pages // UNROLL, pages % UNROLL
+
+
+def _later_page_loops(runs: dict[str, int]) -> tuple[int, int]:
+    """As _page_loops, summed over all blocks but the first."""
+    groups, rest = _page_loops(runs["first_pages"])
+    return runs["page_groups"] - groups, runs["page_rest"] - rest
+
+
+def decode_runs(kv_lens: Sequence[int], page_size: int, pages_per_block: int) -> dict[str, int]:
+    """How often each part of the decode kernel runs, without a sliding window."""
+    runs = dict.fromkeys(
+        ("rows", "blocks", "pages", "first_pages", "page_groups", "page_rest"), 0
+    ) | dict.fromkeys(("partial", "partial_pages", "whole", "chunks"), 0)
+    block_tokens = page_size * pages_per_block
+    chunk = max(128, page_size)
+    for kv_len in (n for n in kv_lens if n):
+        runs["rows"] += 1
+        pages = -(-kv_len // page_size)
+        for first in range(0, pages, pages_per_block):
+            held = min(pages - first, pages_per_block)
+            runs["first_pages"] = runs["first_pages"] or held
+            tokens = kv_len - first * page_size
+            runs["blocks"] += 1
+            runs["pages"] += held
+            runs["page_groups"] += held // UNROLL
+            runs["page_rest"] += held % UNROLL
+            if held < pages_per_block:
+                runs["partial"] += 1
+                runs["partial_pages"] += held
+            if tokens >= block_tokens:
+                runs["whole"] += 1
+            else:
+                runs["chunks"] += -(-tokens // chunk)
+    return runs
+
+
+def decode_segments(runs: dict[str, int]) -> list[float]:
+    """Runs of the decode kernel's segments, in order of address, for one grid step."""
+    return [
+        1,
+        1,  # first block: branch, then its loops over pages
+        *_page_loops(runs["first_pages"]),
+        runs["rows"],
+        runs["rows"],
+        runs["blocks"],
+        runs["blocks"] - 1,  # start of the next block, then its loops over pages
+        *_later_page_loops(runs),
+        runs["partial"],  # waits page by page
+        runs["partial_pages"],
+        runs["whole"],
+        runs["blocks"] - runs["whole"],
+        runs["chunks"],
+    ]
+
+
+def prefill_runs(
+    rows: Sequence[tuple[int, int]],
+    page_size: int,
+    pages_per_block: int,
+    tile_tokens: int,
+    step_tokens: int,
+    step_keys: int,
+    head_blocks: int,
+) -> dict[str, int]:
+    """How often each part of the prefill kernel runs, without a sliding window."""
+    runs = dict.fromkeys(
+        ("items", "blocks", "pages", "page_groups", "page_rest", "partial", "partial_pages"), 0
+    ) | dict.fromkeys(("key_steps", "plain", "masked"), 0)
+    tokens = sum(q_len for q_len, _ in rows)
+    tiles = -(-tokens // tile_tokens)
+    block_tokens, end, first_pages = page_size * pages_per_block, 0, 0
+    for q_len, kv_len in rows:
+        start, end = end, end + q_len
+        shift = kv_len - end
+        for tile in range(start // tile_tokens, -(-end // tile_tokens)):
+            low, high = max(start, tile * tile_tokens), min(end, (tile + 1) * tile_tokens)
+            pages = -(-(high + shift) // page_size)
+            runs["items"] += 1
+            for first in range(0, pages, pages_per_block):
+                held = min(pages - first, pages_per_block)
+                first_pages = first_pages or held
+                runs["blocks"] += 1
+                runs["pages"] += held
+                runs["page_groups"] += held // UNROLL
+                runs["page_rest"] += held % UNROLL
+                if held < pages_per_block:
+                    runs["partial"] += 1
+                    runs["partial_pages"] += held
+                base = first * page_size
+                stop = min(high + shift, base + block_tokens)
+                for key in range(base, stop, step_keys):
+                    runs["key_steps"] += 1
+                    first_token = max(low, key - shift)
+                    step = (first_token - tile * tile_tokens) // step_tokens
+                    while tile * tile_tokens + step * step_tokens < high:
+                        begin = tile * tile_tokens + step * step_tokens
+                        plain = begin >= low and begin + step_tokens <= high
+                        plain = plain and begin + shift >= key + step_keys - 1
+                        runs["plain" if plain else "masked"] += 1
+                        step += 1
+    runs = {name: count * head_blocks for name, count in runs.items()}
+    steps = tile_tokens // step_tokens
+    return runs | {
+        "grid": tiles * head_blocks,
+        "tile_steps": tiles * head_blocks * steps,
+        "first_pages": first_pages,
+    }
+
+
+def prefill_segments(runs: dict[str, int]) -> list[float]:
+    """Runs of the prefill kernel's segments, in order of address."""
+    return [
+        1,
+        runs["grid"],
+        1,  # first grid step, then its first block and the loops over its pages
+        1,
+        1,
+        *_page_loops(runs["first_pages"]),
+        runs["tile_steps"],  # reset
+        runs["items"],
+        runs["items"],
+        runs["blocks"],
+        runs["blocks"] - 1,  # start of the next block, then its loops over pages
+        *_later_page_loops(runs),
+        runs["partial"],
+        runs["partial_pages"],
+        runs["key_steps"],
+        runs["plain"] + runs["masked"],
+        runs["plain"],
+        runs["masked"],
+        runs["tile_steps"],  # finish
+    ]
+
+
+def theirs_segments(program: Program, trips: Sequence[float]) -> list[float]:
+    """Runs of JAX's kernel: segments by the loop they lie in; its branches taken each time."""
+    loops: list[int] = []
+    runs: list[float] = []
+    for segment in program.segments:
+        while loops and program.segments[loops[-1]].end <= segment.start:
+            loops.pop()
+        if segment.kind == "loop":
+            loops.append(program.segments.index(segment))
+        runs.append(1.0 if not loops else trips[len(loops) - 1])
+    return runs
+
+
+def our_cost(shape: Shape, chip: str) -> Cost:
+    """Compiles our kernel for `shape` and counts."""
+    described = _compile({"kind": "ours", "shape": dataclasses.asdict(shape)}, chip)
+    program, blocks = described["program"], described["blocks"]
+    if shape.decode:
+        runs = decode_runs([n for _, n in shape.rows], shape.page_size, blocks["pages_per_block"])
+        segments = decode_segments(runs)
+        copied = runs["pages"] * shape.page_bytes
+    else:
+        heads = blocks.pop("heads")
+        runs = prefill_runs(
+            shape.rows, shape.page_size, **blocks, head_blocks=shape.kv_heads // heads
+        )
+        segments = prefill_segments(runs)
+        copied = runs["pages"] * shape.page_bytes * heads / shape.kv_heads
+        blocks["heads"] = heads
+    return Cost(
+        program.executed(segments),
+        copied + shape.activation_bytes,
+        program.executed_attribute("spills", segments),
+        " ".join(f"{k}={v}" for k, v in blocks.items()),
+    )
+
+
+def their_cost(shape: Shape, chip: str) -> Cost:
+    """The best of JAX's kernel over its tuned and some other block sizes, by bundles."""
+    width = max(shape.pages)
+    candidates = [(128, 32)]  # its default
+    candidates += [(32, 8), (64, 8), (128, 8)] if shape.decode else [(64, 64), (32, 128), (16, 256)]
+    best: Cost | None = None
+    for pages, queries in candidates:
+        pages, queries = min(pages, width), min(queries, shape.tokens)
+        request = {
+            "kind": "theirs",
+            "shape": dataclasses.asdict(shape),
+            "pages": pages,
+            "queries": queries,
+        }
+        try:
+            program = _compile(request, chip)["program"]
+        except subprocess.CalledProcessError:
+            continue  # block sizes that do not fit VMEM
+        grid = -(-shape.tokens // queries)
+        # Every query block visits each of its rows' whole context.
+        pairs = shape.tokens if shape.decode else grid
+        visits = shape.tokens / len(shape.rows) if shape.decode else grid
+        blocks = sum(-(-n // pages) for n in shape.pages) * (1 if shape.decode else visits)
+        loops = sum(s.kind == "loop" for s in program.segments)
+        trips = [grid, pairs, blocks][-loops:] if loops <= 3 else None
+        if trips is None:
+            raise ValueError(f"JAX's kernel has {loops} loops, not at most three")
+        segments = theirs_segments(program, trips)
+        cost = Cost(
+            program.executed(segments),
+            blocks * pages * shape.page_bytes + shape.activation_bytes,
+            program.executed_attribute("spills", segments),
+            f"pages={pages} queries={queries}",
+        )
+        if best is None or cost.bundles < best.bundles:
+            best = cost
+    if best is None:
+        raise RuntimeError(f"JAX's kernel compiled with none of {candidates} for {shape.name}")
+    return best
+
+
+def _compile(request: dict, topology: str) -> dict:
+    """Compiles in a process of its own, whose libtpu dumps its code."""
+    with tempfile.TemporaryDirectory() as folder:
+        env = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true",
+        }
+        text = json.dumps(request | {"topology": topology})
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.tpu_cycles", f"--compile={text}"],
+            env=env,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        result = json.loads(done.stdout.strip().splitlines()[-1])
+        return result | {"program": read_program(find_dump(Path(folder), result["kernel"]))}
+
+
+def _compile_here(request: dict) -> dict:
+    import jax
+    import jax.numpy as jnp
+
+    from benchmarks.tpu_topology import device_mesh, topology_devices
+    from pallas_kernels import tpu, tpu_tables
+    from pallas_kernels.attention_types import AttentionConfig, KVCacheSpec
+    from pallas_kernels.batch import RaggedBatch
+    from pallas_kernels.tpu_layout import head_groups, layout_of
+
+    shape = Shape(**request["shape"] | {"rows": tuple(map(tuple, request["shape"]["rows"]))})
+    mesh = device_mesh(topology_devices(request["topology"])[:1])
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def abstract(size: Sequence[int], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(tuple(size), dtype, sharding=sharding)
+
+    num_rows, width, pages = len(shape.rows), max(shape.pages), 8192
+    q = abstract((shape.tokens, shape.q_heads, 128), jnp.bfloat16)
+    rows, ends = abstract((num_rows,), jnp.int32), abstract((num_rows + 1,), jnp.int32)
+    table, one = abstract((num_rows, width), jnp.int32), abstract((1,), jnp.int32)
+    tokens = abstract((shape.tokens,), jnp.int32)
+    result: dict = {}
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        if request["kind"] == "theirs":
+            from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
+                ragged_paged_attention,
+            )
+
+            kv = abstract((pages, shape.page_size, 2 * shape.kv_heads, 128), jnp.bfloat16)
+            jax.jit(
+                lambda *args: ragged_paged_attention(
+                    *args,
+                    sm_scale=128**-0.5,
+                    num_kv_pages_per_block=request["pages"],
+                    num_queries_per_block=request["queries"],
+                    vmem_limit_bytes=64 * 2**20,
+                )
+            ).lower(q, kv, rows, table, ends, one).compile()
+            return {"kernel": "ragged_paged_attention_kernel"}
+        spec = KVCacheSpec(pages, shape.page_size, shape.kv_heads, 128, jnp.bfloat16)
+        config = AttentionConfig(128**-0.5, max_query_len=1 if shape.decode else None)
+        layout = layout_of(spec)
+        kv = abstract(layout.shape, jnp.bfloat16)
+        batch = RaggedBatch(ends, rows, table, one, one, tokens, tokens)
+        jax.jit(lambda q, kv, batch: tpu.ragged_paged_attention(q, kv, batch, spec, config)).lower(
+            q, kv, batch
+        ).compile()
+        blocks = tpu_tables.blocks_for(tpu_tables.current_chip(), "bf16")
+    if shape.decode:
+        result["blocks"] = {"pages_per_block": tpu_tables.decode_pages(blocks, layout)}
+        return result | {"kernel": "tidegate_decode_attention"}
+    q_per_kv = head_groups(shape.q_heads, shape.kv_heads).q_per_kv
+    sizes = tpu_tables.prefill_blocks(blocks, layout, num_tokens=shape.tokens, q_per_kv=q_per_kv)
+    return {"kernel": "tidegate_prefill_attention", "blocks": dataclasses.asdict(sizes)}
+
+
+def main(argv: Sequence[str]) -> None:
+    del argv
+    if _COMPILE.value:
+        print(json.dumps(_compile_here(json.loads(_COMPILE.value))))
+        return
+    bandwidth, clock = CHIPS[_TOPOLOGY.value.split(":")[0]]
+    lines = [
+        f"{_TOPOLOGY.value}, page {_PAGE_SIZE.value}, bfloat16, head size 128",
+        "",
+        "| shape | bundles ours | bundles JAX | ratio | DMA ours / needed | DMA JAX / needed "
+        "| spills ours / JAX | roofline share ours | blocks ours | blocks JAX |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    print("\n".join(lines), flush=True)
+    for shape in shapes(_PAGE_SIZE.value):
+        if _ONLY.value not in shape.name:
+            continue
+        ours, theirs = our_cost(shape, _TOPOLOGY.value), their_cost(shape, _TOPOLOGY.value)
+        # Copies overlap with bundles: the longer of the two is the estimate.
+        ideal = shape.needed_bytes / bandwidth
+        share = ideal / max(ours.bundles / clock, ours.dma_bytes / bandwidth)
+        lines.append(
+            f"| {shape.name} | {ours.bundles:.3g} | {theirs.bundles:.3g} "
+            f"| {ours.bundles / theirs.bundles:.2f} | {ours.dma_bytes / shape.needed_bytes:.2f} "
+            f"| {theirs.dma_bytes / shape.needed_bytes:.2f} | {ours.spills:.3g} / "
+            f"{theirs.spills:.3g} | {share:.2f} | {ours.detail} | {theirs.detail} |"
+        )
+        print(lines[-1], flush=True)
+    if _OUTPUT.value:
+        Path(_OUTPUT.value).write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    app.run(main)
