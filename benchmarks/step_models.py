@@ -14,10 +14,10 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
 
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
+from tqdm import tqdm
 
 from scheduler.step_time import PRESETS, StepTimeModel, fit_interval_times
 
@@ -27,6 +27,15 @@ _TERMS = {
     "decode_seq": "per_decode_seq",
     "context_token": "per_context_token",
 }
+_WATCHED = (
+    "tidegate:steps_total",
+    "tidegate:scheduled_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:num_requests_running",
+    "vllm:kv_cache_usage_perc",
+    "tidegate:kv_blocks",
+)
+_MIN_INTERVALS = 8
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -57,15 +66,13 @@ def save_step_model(model: StepTimeModel, path: str | pathlib.Path) -> None:
     pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
 
 
-def fit_from_metrics(
-    source: str, seconds: float = 60.0, on_sample: Callable[[int], None] | None = None
-) -> StepTimeModel:
+def fit_from_metrics(source: str, seconds: float = 60.0, interval: float = 1.0) -> StepTimeModel:
     """The step model of a running engine.
 
     Args:
       source: a file with the text of /metrics, or its URL on this machine.
       seconds: how long to watch a URL whose engine does not publish the terms.
-      on_sample: called after each further scrape with the number so far.
+      interval: seconds between scrapes while watching.
 
     Raises:
       ValueError: the source cannot be read, or does not tell.
@@ -90,7 +97,7 @@ def fit_from_metrics(
         )
     first = _scrape(source)
     model = _published_terms(first)
-    return model if model is not None else _watch(source, first, seconds, on_sample)
+    return model if model is not None else _watch(source, first, seconds, interval)
 
 
 def _scrape(url: str) -> dict[str, float]:
@@ -110,6 +117,8 @@ def _samples(text: str) -> dict[str, float]:
                 term = sample.labels.get("term")
                 name = f"{sample.name}/{term}" if term else sample.name
                 found[name] = found.get(name, 0.0) + sample.value
+                if "block_size" in sample.labels:
+                    found["block_size"] = float(sample.labels["block_size"])
     except (ValueError, KeyError) as error:
         raise ValueError(f"this is not the text of a /metrics page: {error}") from error
     return found
@@ -124,46 +133,29 @@ def _published_terms(samples: dict[str, float]) -> StepTimeModel | None:
     return StepTimeModel(**values) if len(values) == len(_TERMS) else None
 
 
-def _watch(
-    url: str,
-    before: dict[str, float],
-    seconds: float,
-    on_sample: Callable[[int], None] | None,
-) -> StepTimeModel:
+def _watch(url: str, before: dict[str, float], seconds: float, interval: float) -> StepTimeModel:
     """Fits the terms to differences of counters, over intervals in which the engine was busy."""
-    needed = (
-        "tidegate:steps_total",
-        "tidegate:scheduled_tokens_total",
-        "vllm:generation_tokens_total",
-        "vllm:num_requests_running",
-        "vllm:kv_cache_usage_perc",
-        "tidegate:kv_blocks",
-    )
-    missing = [name for name in needed if name not in before]
+    steps, scheduled, generated, running, usage, blocks = _WATCHED
+    missing = [name for name in _WATCHED if name not in before]
     if missing:
         raise ValueError(f"{url} has no {missing[0]}; is it the /metrics of a Tidegate server?")
-    end = time.monotonic() + seconds
+    rows: list[tuple[float, ...]] = []
     at = time.monotonic()
-    rows: list[tuple[float, float, float, float, float]] = []
-    while time.monotonic() < end:
-        time.sleep(1.0)
+    for _ in tqdm(range(max(1, round(seconds / interval))), desc="watching", disable=None):
+        time.sleep(interval)
         after, now = _scrape(url), time.monotonic()
-        steps = after[needed[0]] - before[needed[0]]
-        decodes = after[needed[2]] - before[needed[2]]
-        prefill = max(after[needed[1]] - before[needed[1]] - decodes, 0.0)
-        busy = before[needed[3]] > 0 and after[needed[3]] > 0
-        if busy and steps > 0:
-            use = 0.5 * (before[needed[4]] + after[needed[4]])
-            # The page does not give the block size; context is counted in blocks of 16 tokens.
-            context = use * after[needed[5]] * 16 * steps
-            rows.append((now - at, steps, prefill, decodes, context))
+        num_steps = after[steps] - before[steps]
+        if num_steps > 0 and before[running] > 0 and after[running] > 0:
+            decodes = after[generated] - before[generated]
+            prefill = max(after[scheduled] - before[scheduled] - decodes, 0.0)
+            held = 0.5 * (before[usage] + after[usage]) * after[blocks]
+            context = held * after.get("block_size", 16.0) * num_steps
+            rows.append((now - at, num_steps, prefill, decodes, context))
         before, at = after, now
-        if on_sample is not None:
-            on_sample(len(rows))
-    if len(rows) < 8:
+    if len(rows) < _MIN_INTERVALS:
         raise ValueError(
-            f"the engine behind {url} was busy in only {len(rows)} of the seconds watched; put it "
-            "under load of changing size, and raise --fit_seconds"
+            f"the engine behind {url} was busy in only {len(rows)} of the intervals watched; put "
+            "it under load of changing size, and raise --fit_seconds"
         )
     return fit_interval_times(np.array(rows))
 

@@ -1,9 +1,12 @@
 """The simulator's command line: output, sources of workloads, and bad input."""
 
+import http.server
 import json
 import pathlib
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -170,6 +173,56 @@ def test_metrics_that_do_not_tell(tmp_path):
         fit_from_metrics(str(tmp_path / "missing.txt"))
     with pytest.raises(ValueError, match="only a server on this machine"):
         fit_from_metrics("http://example.com/metrics")
+
+
+class FakeServer(http.server.ThreadingHTTPServer):
+    """Serves counters of an engine that is always busy and whose steps follow TERMS."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), FakeMetrics)
+        self.rng = np.random.default_rng(0)
+        self.at = time.monotonic()
+        self.counters = np.zeros(3)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/metrics"
+
+    def text(self) -> str:
+        now = time.monotonic()
+        elapsed, self.at = now - self.at, now
+        prefill, decodes = self.rng.choice([0.0, 0.0, 300.0]), self.rng.uniform(1, 60)
+        steps = elapsed / TERMS.seconds(prefill, decodes, 0.25 * 1000 * 32)
+        self.counters += steps * np.array([1.0, prefill + decodes, decodes])
+        values = zip(
+            ("tidegate:steps_total", "tidegate:scheduled_tokens_total",
+             "vllm:generation_tokens_total", "vllm:num_requests_running",
+             "vllm:kv_cache_usage_perc", "tidegate:kv_blocks",
+             'vllm:cache_config_info{block_size="32"}'),
+            (*self.counters, 5, 0.25, 1000, 1),
+        )  # fmt: skip
+        return "".join(f"{name} {float(value)}\n" for name, value in values)
+
+
+class FakeMetrics(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = self.server.text().encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments):
+        pass
+
+
+def test_watches_a_server_that_does_not_publish_the_terms():
+    with FakeServer() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            model = fit_from_metrics(server.url, seconds=2.0, interval=0.05)
+        finally:
+            server.shutdown()
+    # The context is always the same here, so its cost is part of the base.
+    assert model.seconds(0, 0, 8000) == pytest.approx(TERMS.seconds(0, 0, 8000), rel=0.2)
+    assert model.per_prefill_token == pytest.approx(TERMS.per_prefill_token, rel=0.2)
+    assert model.per_decode_seq == pytest.approx(TERMS.per_decode_seq, rel=0.2)
 
 
 def test_recommends_the_fewest_preemptions_at_full_throughput():
