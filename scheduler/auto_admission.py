@@ -3,8 +3,8 @@
 One more request in the batch is worth its share of the step's fixed cost for as long as it runs,
 and costs the recomputation of its tokens if the pool runs out of blocks while it is the youngest.
 Blocks are kept free only while that risk outweighs the worth (`break_even` has the arithmetic).
-Both come from observation: step times through `on_step`, output lengths from requests that run,
-are preempted or end. While step times are unknown everything that fits is admitted.
+Both come from observation: step times through `on_step`, output lengths (per `request_class`) from
+requests that run, are preempted or end. While step times are unknown everything that fits is admitted.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scheduler.break_even import Batch, expected_gain_and_cost, row_steps_per_preemption
 from scheduler.config import SchedulerConfig
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _PROJECTION_POINTS = 48
 # Evidence on lengths fades over this many ended requests, so that a change of traffic is noticed.
 _MEMORY_REQUESTS = 300.0
+# Classes of requests whose lengths are told apart; any further ones share the common model.
+_MAX_CLASSES = 16
 # Steps after which what running requests tell is taken in again and a refusal is reconsidered.
 _REFRESH_STEPS = 16
 
@@ -36,7 +39,7 @@ class BreakEvenAdmission:
     A refusal stands until blocks were given back or some steps have passed.
 
     Attributes:
-      lengths: the learnt distribution of output lengths.
+      lengths: the learnt distribution of output lengths, over all classes of requests.
       step_times: the learnt cost of a step.
       num_admitted, num_refused: decisions, standing refusals not counted again.
     """
@@ -63,6 +66,10 @@ class BreakEvenAdmission:
         n = config.max_num_seqs
         self._generated = np.zeros(n, np.int64)
         self._bounds = np.zeros(n, np.int64)
+        self._classes = np.zeros(n, np.int64)
+        self._class_of: dict[str, int] = {"": 0}
+        self._models = [self.lengths]
+        self._table = self.lengths.cumulative_hazard
         self._slot_of: dict[str, int] = {}
         points = np.geomspace(8, config.max_model_len, _PROJECTION_POINTS)
         self._times = np.unique(np.concatenate(([0], points))).astype(np.int64)
@@ -88,6 +95,7 @@ class BreakEvenAdmission:
             and self._num_steps < refused_at + _REFRESH_STEPS
         ):
             return False
+        self._class(request)
         if self._num_steps >= self._refreshed_at + _REFRESH_STEPS:
             self._refresh(scheduler)
         if self._model is None:
@@ -120,7 +128,7 @@ class BreakEvenAdmission:
     def _hazard(self) -> tuple[np.ndarray, int]:
         if self._output_len_of is not None:
             return _NO_HAZARD, self._max_model_len + 1
-        return self.lengths.cumulative_hazard, self.lengths.stride
+        return self._table, self.lengths.stride
 
     def _batch(
         self,
@@ -143,11 +151,16 @@ class BreakEvenAdmission:
         tokens[n] = known
         generated[n] = known - request.prompt_len
         bounds[n] = self._bound(request)
+        classes = None
+        if self._output_len_of is None and len(self._models) > 1:
+            classes = np.empty(n + 1, np.int64)
+            classes[:n] = self._classes[running]
+            classes[n] = self._class(request)
         # Prefills under way are owed blocks that they do not hold yet.
         owed = (known_tokens + (size - 1)) // size - scheduler.num_blocks_held[running]
         needed = max(new_blocks, -(-(known - cached) // size))
         free = free_blocks - needed - int(np.maximum(owed, 0).sum())
-        return Batch(tokens, generated, bounds, free, scheduler.pool.num_usable, size)
+        return Batch(tokens, generated, bounds, free, scheduler.pool.num_usable, size, classes)
 
     def _bound(self, request: Request) -> int:
         if self._output_len_of is not None:
@@ -160,9 +173,32 @@ class BreakEvenAdmission:
         running = scheduler.running
         if len(running):
             now = (scheduler.num_tokens[running] - scheduler.prompt_lens[running]).astype(np.int64)
-            self.lengths.observe_progress(self._generated[running], now)
-            self._generated[running] = now
+            self._observe(running, now)
         self._model = self.step_times.model()
+        tables = [model.cumulative_hazard for model in self._models]
+        self._table = tables[0] if len(tables) == 1 else np.stack(tables)
+
+    def _observe(self, slots: NDArray[np.intp], now: NDArray[np.int64]) -> None:
+        """Tells the length models how far the requests in `slots` have come."""
+        before = self._generated[slots]
+        self.lengths.observe_progress(before, now)
+        for i in range(1, len(self._models)):
+            mine = self._classes[slots] == i
+            if mine.any():
+                self._models[i].observe_progress(before[mine], now[mine])
+        self._generated[slots] = now
+
+    def _class(self, request: Request) -> int:
+        """Index of the request's length model; a new class gets one while there is room."""
+        name = request.request_class
+        index = self._class_of.get(name)
+        if index is None:
+            if len(self._models) >= _MAX_CLASSES:
+                return 0
+            index = self._class_of[name] = len(self._models)
+            self._models.append(LengthModel(self._max_model_len, _MEMORY_REQUESTS, self.lengths))
+            self._refreshed_at = -_REFRESH_STEPS
+        return index
 
     def on_admitted(self, scheduler: Scheduler, request: Request) -> None:
         """See `AdmissionPolicy.on_admitted`."""
@@ -170,6 +206,7 @@ class BreakEvenAdmission:
         self._slot_of[request.request_id] = slot
         self._generated[slot] = request.num_output_tokens
         self._bounds[slot] = self._bound(request)
+        self._classes[slot] = self._class(request)
 
     def on_preempted(self, scheduler: Scheduler, request: Request) -> None:
         """See `AdmissionPolicy.on_preempted`."""
@@ -180,13 +217,15 @@ class BreakEvenAdmission:
         self._leave(request)
         if request.status == RequestStatus.FINISHED_STOPPED:
             self.lengths.observe_end(request.num_output_tokens)
+            index = self._class_of.get(request.request_class, 0)
+            if index:
+                self._models[index].observe_end(request.num_output_tokens)
 
     def _leave(self, request: Request) -> None:
         slot = self._slot_of.pop(request.request_id, None)
         self._refused = ("", -1, 0)
         if slot is not None:
-            before = self._generated[slot : slot + 1]
-            self.lengths.observe_progress(before, np.array([request.num_output_tokens]))
+            self._observe(np.array([slot]), np.array([request.num_output_tokens]))
 
     def on_step(
         self,

@@ -46,6 +46,7 @@ class Batch:
       free_blocks: blocks left once all of them hold what they know. May be negative.
       capacity_blocks: blocks of the whole pool that can be used.
       block_size: tokens per block.
+      classes: int64 [n], row of the hazard table for each request where it has several.
     """
 
     tokens: NDArray[np.float64]
@@ -54,6 +55,7 @@ class Batch:
     free_blocks: float
     capacity_blocks: int
     block_size: int
+    classes: NDArray[np.int64] | None = None
 
     @property
     def steps_to_fill(self) -> float:
@@ -68,7 +70,7 @@ def row_steps_per_preemption(
 
     Args:
       batch: the candidate included.
-      cumulative_hazard, stride: of `LengthModel`.
+      cumulative_hazard, stride: of `LengthModel`; float64 [entries] or [classes, entries].
       enough: a value of V at which the caller's mind is made up; the sum stops there.
     """
     fill = batch.steps_to_fill
@@ -81,8 +83,7 @@ def row_steps_per_preemption(
     reach = np.minimum(now[:, None] + times, batch.bounds[:, None])
     if stride > 1:
         reach //= stride
-    np.minimum(reach, len(cumulative_hazard) - 1, out=reach)
-    hazard = cumulative_hazard[reach]
+    hazard = _look_up(batch, cumulative_hazard, reach)
     by_bin = hazard.sum(axis=0)
     # Times are whole steps, so bins differ by one; rates are per bin of equal width.
     rates = (by_bin[1:] - by_bin[:-1]) * (width / np.maximum(np.diff(times), 1))
@@ -99,6 +100,17 @@ def row_steps_per_preemption(
     # Steps of growth that each request's blocks make up for, in bins.
     paybacks = (batch.tokens + 0.5 * fill) / len(batch.tokens) / width
     return _solve(rates.tolist(), *_payback_shares(paybacks, weights / total, bins), width, enough)
+
+
+def _look_up(
+    batch: Batch, cumulative_hazard: NDArray[np.float64], entries: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Values of the hazard table at int64 [n, k] entries, each row in the table of its class."""
+    width = cumulative_hazard.shape[-1]
+    entries = np.minimum(entries, width - 1)
+    if batch.classes is not None:
+        entries += (batch.classes * width)[:, None]
+    return cumulative_hazard.ravel()[entries]
 
 
 def _payback_shares(
@@ -159,7 +171,7 @@ def expected_gain_and_cost(
 
     Args:
       batch: the candidate included.
-      cumulative_hazard, stride: of `LengthModel`.
+      cumulative_hazard, stride: of `LengthModel`; float64 [entries] or [classes, entries].
       times: int64 [k], steps from now at which the pool is looked at, ascending from 0.
       own_tokens: what the candidate would recompute if it were preempted at once.
 
@@ -172,9 +184,8 @@ def expected_gain_and_cost(
     alive = later < batch.bounds[:, None]
     if stride > 1:
         later, now = later // stride, now // stride
-    last = len(cumulative_hazard) - 1
-    start = cumulative_hazard[np.minimum(now, last)]
-    present = np.exp(start[:, None] - cumulative_hazard[np.minimum(later, last)])
+    start = _look_up(batch, cumulative_hazard, now[:, None])
+    present = np.exp(start - _look_up(batch, cumulative_hazard, later))
     present *= alive
     # A row's last block is half empty on average.
     blocks = (batch.tokens[:, None] + times + 0.5 * (size - 1)) / size

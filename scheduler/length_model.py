@@ -26,11 +26,19 @@ class LengthModel:
       num_finished: requests that ended by themselves.
     """
 
-    def __init__(self, max_length: int, memory_requests: float | None = None) -> None:
+    def __init__(
+        self,
+        max_length: int,
+        memory_requests: float | None = None,
+        parent: LengthModel | None = None,
+    ) -> None:
         """Args:
         max_length: longest output in tokens.
         memory_requests: ended requests after which evidence weighs 1/e; None never forgets.
+        parent: model of a wider population with the same max_length, whose word counts as much as
+          one request where this one has seen little.
         """
+        self._parent = parent
         edges = [0]
         while edges[-1] < max_length:
             edges.append(min(max(edges[-1] + 1, int(edges[-1] * _BIN_RATIO)), max_length))
@@ -87,6 +95,13 @@ class LengthModel:
             self._weight = 1.0
         self._hazard = None
 
+    def _shares(self) -> NDArray[np.floating]:
+        """Of those that enter a bin, the share that ends in it: float64 [bins]."""
+        ended, at_risk = self._ended / self._weight, self._at_risk / self._weight
+        prior = self._prior if self._parent is None else _PRIOR_REQUESTS * self._parent._shares()
+        # Ends are counted at once, what running requests tell a little later.
+        return (ended + prior) / (np.maximum(at_risk, ended) + _PRIOR_REQUESTS)
+
     @property
     def cumulative_hazard(self) -> NDArray[np.float64]:
         """-log of the share of outputs longer than i * stride tokens, float64 [entries].
@@ -95,10 +110,7 @@ class LengthModel:
         exp(cumulative_hazard[g / stride] - cumulative_hazard[h / stride]).
         """
         if self._hazard is None:
-            ended, at_risk = self._ended / self._weight, self._at_risk / self._weight
-            # Ends are counted at once, what running requests tell a little later.
-            share = (ended + self._prior) / (np.maximum(at_risk, ended) + _PRIOR_REQUESTS)
-            rate = -np.log1p(-np.minimum(share, 1.0 - 1e-9))
+            rate = -np.log1p(-np.minimum(self._shares(), 1.0 - 1e-9))
             upto = np.concatenate(([0.0], np.cumsum(rate)))
             self._hazard = upto[self._table_bins] + rate[self._table_bins] * self._table_parts
         return self._hazard

@@ -124,6 +124,32 @@ def test_learns_lengths_in_the_background():
     assert policy._slot_of == {}
 
 
+def test_learns_lengths_by_class():
+    rng = np.random.default_rng(0)
+    long = rng.random(400) < 0.5
+    workload = make_workload(
+        "w", [50] * 400, np.where(long, 600, 60), max_concurrency=48, num_blocks=500,
+        max_model_len=4096, classes=tuple("reasoning" if x else "chat" for x in long),
+    )  # fmt: skip
+    policy = BreakEvenAdmission(workload.scheduler_config(watermark="auto"))
+    told = simulate(workload, PRESETS["gb200"], watermark="auto", admission=policy)
+    chat, reasoning = (policy._models[policy._class_of[name]] for name in ("chat", "reasoning"))
+    assert chat.survival(0, 100) < 0.1 and reasoning.survival(0, 100) > 0.9
+    assert told.preemptions < simulate(workload, PRESETS["gb200"]).preemptions
+
+
+def test_any_number_of_classes():
+    scheduler = Scheduler(CONFIG)
+    teach(scheduler.admission)
+    for i in range(40):
+        waiting = request(i, 16)
+        waiting.request_class = f"class {i}"
+        scheduler.add(waiting)
+    for _ in range(40):
+        step(scheduler)
+    assert len(scheduler.admission._models) == 16
+
+
 def test_prefix_hits_make_a_preemption_cheaper():
     """The same long prompt is admitted at a fuller pool if most of it is cached."""
     decisions = []

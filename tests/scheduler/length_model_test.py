@@ -82,3 +82,13 @@ def test_any_longest_length(max_length):
     assert len(hazard) <= 8192 + 2
     assert np.isfinite(hazard).all() and (np.diff(hazard) >= 0).all() and hazard[0] == 0
     assert 0.0 <= model.survival(0, max_length) <= 1.0
+
+
+def test_a_class_starts_from_its_parent_and_then_speaks_for_itself():
+    everyone = LengthModel(4096)
+    feed(everyone, np.random.default_rng(0).integers(100, 200, 300))
+    mine = LengthModel(4096, parent=everyone)
+    assert mine.survival(0, 150) == pytest.approx(everyone.survival(0, 150))
+    feed(mine, np.random.default_rng(1).integers(1000, 1100, 100))
+    assert everyone.survival(0, 300) < 0.05
+    assert mine.survival(0, 300) > 0.9
