@@ -1,6 +1,6 @@
 """Writes any model that can be loaded as an Orbax checkpoint.
 
-    python -m models.convert SOURCE DESTINATION [--dtype bfloat16]
+python -m models.convert SOURCE DESTINATION [--dtype bfloat16]
 """
 
 from __future__ import annotations

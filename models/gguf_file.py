@@ -59,7 +59,9 @@ class GGUFFile:
         self.path = Path(path)
         with open(self.path, "rb") as file:
             if file.read(4) != b"GGUF":
-                raise ModelLoadError(f"{self.path} is not a GGUF file (it does not start with GGUF)")
+                raise ModelLoadError(
+                    f"{self.path} is not a GGUF file (it does not start with GGUF)"
+                )
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._size = len(self._map)
         self._pos = 4

@@ -66,7 +66,9 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         if value is None:
             raise ModelLoadError(f"{file.path} lacks the metadata key {arch}.{key}")
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise ModelLoadError(f"{file.path}: {arch}.{key}={value!r} is not of type {kind.__name__}")
+            raise ModelLoadError(
+                f"{file.path}: {arch}.{key}={value!r} is not of type {kind.__name__}"
+            )
         return value
 
     hidden, heads = get("embedding_length", int), get("attention.head_count", int)
@@ -80,7 +82,9 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
             f"{file.path}: {arch}.rope.dimension_count must equal the head size {head_dim}"
         )
     if get("expert_count", int, 0):
-        raise ModelLoadError(f"{file.path}: mixtures of experts ({arch}.expert_count) are not supported")
+        raise ModelLoadError(
+            f"{file.path}: mixtures of experts ({arch}.expert_count) are not supported"
+        )
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelLoadError(f"{file.path} lacks the tensor token_embd.weight")
@@ -149,6 +153,10 @@ class GGUFSource:
         """Shape of a tensor."""
         return self._file.tensors[self._names[name]].shape
 
+    def own_name(self, name: str) -> str:
+        """The name in the file."""
+        return self._names.get(name) or _gguf_name(name)
+
     def read(self, name: str) -> NDArray[np.float32]:
         """The tensor in float32, rows in Hugging Face's order."""
         tensor = self._file.read(self._names[name])
@@ -172,3 +180,11 @@ def _hugging_face_name(name: str) -> str:
     if len(parts) == 4 and parts[0] == "blk" and parts[2] in _FROM_LAYER:
         return f"model.layers.{parts[1]}.{_FROM_LAYER[parts[2]]}.{parts[3]}"
     return name
+
+
+def _gguf_name(name: str) -> str:
+    if name in _TOP:
+        return _TOP[name]
+    _, _, layer, rest = name.split(".", 3)
+    module, kind = rest.rsplit(".", 1)
+    return f"blk.{layer}.{_LAYER[module]}.{kind}"

@@ -25,7 +25,6 @@ from models.linear import Linear, Quantization
 from pallas_kernels.attention import AttentionConfig, KVCacheSpec, KVPages, attend
 from pallas_kernels.batch import RaggedBatch
 
-
 # Logical axes of (in, out) of each projection, by its name in the module tree.
 PROJECTION_AXES = {
     "qkv": ("embed", "heads"),

@@ -85,7 +85,9 @@ def load_model(
       ModelLoadError: one sentence that names the file, field or tensor.
     """
     if load_format not in LOAD_FORMATS:
-        raise ModelLoadError(f"load_format={load_format!r} is not one of: {', '.join(LOAD_FORMATS)}")
+        raise ModelLoadError(
+            f"load_format={load_format!r} is not one of: {', '.join(LOAD_FORMATS)}"
+        )
     dummy = load_format == "dummy"
     path = _find(source, weights=not dummy)
     settings: dict[str, Any] = {

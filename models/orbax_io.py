@@ -56,7 +56,9 @@ def save(model: Transformer, folder: Path, *, progress: bool = True) -> None:
     import orbax.checkpoint as ocp
 
     if model.shards != 1:
-        raise ValueError(f"a model with shards={model.shards} cannot be saved; load it with shards=1")
+        raise ValueError(
+            f"a model with shards={model.shards} cannot be saved; load it with shards=1"
+        )
     with ocp.PyTreeCheckpointer() as checkpointer:
         tree = {
             group: {
@@ -200,16 +202,16 @@ def _check(
             )
     unknown = sorted(stored.keys() - expected.keys())
     if unknown:
-        raise ModelLoadError(f"{folder} has the tensor {unknown[0]}, which its config has no place for")
+        raise ModelLoadError(
+            f"{folder} has the tensor {unknown[0]}, which its config has no place for"
+        )
 
 
 def _reorder(
     arrays: list[jax.Array | None], path: str, config: ModelConfig, shards: int
 ) -> list[jax.Array | None]:
     """Columns of a fused weight and its bias from one shard's order to that of `shards`."""
-    sizes = (
-        config.qkv_sizes if path.endswith(".qkv") else (config.intermediate_size,) * 2
-    )
+    sizes = config.qkv_sizes if path.endswith(".qkv") else (config.intermediate_size,) * 2
     columns = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
     order = fuse_columns(columns, shards)
     return [None if array is None else array[..., order] for array in arrays]

@@ -107,6 +107,10 @@ class SafetensorsSource:
         """Shape of a tensor."""
         return self._entries[name].shape
 
+    def own_name(self, name: str) -> str:
+        """The same."""
+        return name
+
     def read(self, name: str) -> np.ndarray:
         """The tensor in the file's dtype. Raises ModelLoadError if that is not a float type."""
         entry = self._entries[name]

@@ -98,9 +98,7 @@ class Transformer(nnx.Module):
           (hidden [T, D] before the final norm, for `logits`; the pages, one entry per layer).
         """
         if len(kv_pages) != self.config.num_layers:
-            raise ValueError(
-                f"{len(kv_pages)} KV page arrays for {self.config.num_layers} layers"
-            )
+            raise ValueError(f"{len(kv_pages)} KV page arrays for {self.config.num_layers} layers")
         hidden = self.embedding(token_ids)
         rotary = rotary_tables(batch.positions, self.config)
         new_pages = []

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
@@ -41,8 +40,12 @@ class TensorSource(Protocol):
         """Shape of a tensor, without reading it."""
         ...
 
+    def own_name(self, name: str) -> str:
+        """What the source itself calls a tensor, for messages."""
+        ...
+
     def read(self, name: str) -> np.ndarray:
-        """The tensor, in any float dtype; may be a view of a file."""
+        """The tensor, in any float dtype."""
         ...
 
 
@@ -102,18 +105,18 @@ def check_tensors(source: TensorSource, config: ModelConfig) -> None:
     missing = [name for name in expected if name not in present]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise ModelLoadError(f"{source.label} lacks the tensor {missing[0]}{more}")
+        raise ModelLoadError(f"{source.label} lacks the tensor {source.own_name(missing[0])}{more}")
     for name, shape in expected.items():
         if tuple(source.shape(name)) != shape:
             raise ModelLoadError(
-                f"{source.label}: tensor {name} has shape {tuple(source.shape(name))} where the "
+                f"{source.label}: tensor {source.own_name(name)} has shape {tuple(source.shape(name))} where the "
                 f"config says {shape}"
             )
     unknown = sorted(n for n in present if n not in expected and not _ignorable(n, config))
     if unknown:
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
         raise ModelLoadError(
-            f"{source.label} has the tensor {unknown[0]}{more}, which a {config.family} model of "
+            f"{source.label} has the tensor {source.own_name(unknown[0])}{more}, which a {config.family} model of "
             "this config has no place for"
         )
 
@@ -249,6 +252,10 @@ class RandomSource:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
         return self._shapes[name]
+
+    def own_name(self, name: str) -> str:
+        """The same."""
+        return name
 
     def read(self, name: str) -> np.ndarray:
         """float32; norms are ones."""

@@ -93,7 +93,7 @@ def _write_gguf(name, path, *, quantize=None, arch=None, extra=None, drop=()):
             value = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(value.shape))
         if theirs in drop:
             continue
-        if quantize is not None and value.ndim == 2:
+        if quantize is not None and value.ndim == 2 and value.shape[-1] % 32 == 0:
             writer.add_tensor(theirs, gguf.quantize(value, quantize), raw_dtype=quantize)
         else:
             writer.add_tensor(theirs, value)

@@ -74,16 +74,10 @@ def test_gguf_gives_the_same_parameters(name, fixtures, write_gguf, tmp_path):
 
 def test_gguf_of_llama3_carries_rope_divisors(fixtures, expected, write_gguf, tmp_path):
     config = _load(fixtures / "llama3_rope", load_format="dummy").config
-    plain = rope_frequencies(
-        _load(fixtures / "llama", load_format="dummy").config
-    )  # a config without scaling, to see that the divisors matter below
-    assert plain.shape == (4,)
     unscaled = 1 / config.rope_theta ** (np.arange(0, 16, 2) / 16)
     divisors = (unscaled / rope_frequencies(config)).astype(np.float32)
     assert divisors.max() == pytest.approx(8.0)
-    path = write_gguf(
-        "llama3_rope", tmp_path / "m.gguf", extra={"rope_freqs.weight": divisors}
-    )
+    path = write_gguf("llama3_rope", tmp_path / "m.gguf", extra={"rope_freqs.weight": divisors})
     loaded = _load(path)
     assert loaded.config.rope_scaling == RopeScaling("divisors", divisors=tuple(divisors.tolist()))
     token_ids, logits = expected("llama3_rope")
