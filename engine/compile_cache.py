@@ -1,13 +1,16 @@
-"""JAX's persistent compilation cache, in the user's cache folder unless told otherwise."""
+"""The folder where compiled steps are kept between starts, and a counter of compilations."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pathlib
 import tempfile
+from collections.abc import Iterator
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 logger = logging.getLogger(__name__)
 
@@ -18,18 +21,17 @@ def default_cache_dir() -> pathlib.Path:
     return pathlib.Path(base) / "tidegate"
 
 
-def enable_compile_cache(folder: str | None) -> pathlib.Path | None:
-    """Turns the persistent cache on; returns its folder, or None where it is off.
+def prepare_cache_dir(folder: str | None) -> pathlib.Path | None:
+    """Makes the folder of compiled steps; returns it, or None where it is off.
 
     Args:
-      folder: None is `default_cache_dir()/xla`, "" turns the cache off.
+      folder: None is `default_cache_dir()/steps`, "" turns the cache off.
 
-    A folder that cannot be written costs a warning and the cache, not the start. JAX itself reads
-    a corrupt entry as a miss.
+    A folder that cannot be written costs a warning and the cache, not the start.
     """
     if folder == "":
         return None
-    path = pathlib.Path(folder) if folder else default_cache_dir() / "xla"
+    path = pathlib.Path(folder) if folder else default_cache_dir() / "steps"
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -42,15 +44,28 @@ def enable_compile_cache(folder: str | None) -> pathlib.Path | None:
             error.strerror,
         )
         return None
-    jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    jax.config.update("jax_raise_persistent_cache_errors", False)
     return path
 
 
+@contextlib.contextmanager
+def without_jax_cache() -> Iterator[None]:
+    """Compiles afresh even where JAX's own persistent cache is on.
+
+    On CPU an executable that came out of that cache cannot be serialised again: it loads, and
+    fails when it runs.
+    """
+    enabled = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
+
+
 class CompileCounter:
-    """Counts XLA compilations in this process from its creation on (cache hits are none)."""
+    """Counts XLA compilations in this process from its creation on."""
 
     _EVENT = "/jax/core/compile/backend_compile_duration"
 

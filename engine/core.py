@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from engine.aot_bundle import Bundle, BundleError
 from engine.buckets import Buckets
-from engine.compile_cache import enable_compile_cache
+from engine.compile_cache import prepare_cache_dir
 from engine.config import EngineConfig
 from engine.device_state import MAX_EOS_IDS, Need, pack_params
 from engine.outputs import Logprob, RequestMetrics, TokenOutput
@@ -44,6 +44,7 @@ class _Active:
     packed: NDArray[np.int32]
     need: Need
     first_token_time: float | None = None
+    metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class EngineCore:
         """
         started = time.monotonic()
         self.config = config = config.validate()
-        self._cache_dir = enable_compile_cache(config.compile_cache_dir)
+        self._cache_dir = prepare_cache_dir(config.compile_cache_dir)
         device = jax.devices()[0]
         loaded = load_model(
             config.model,
@@ -281,13 +282,16 @@ class EngineCore:
         result = self.scheduler.update(plan, tokens)
         logprobs = step.handle.logprobs()
         outputs = []
-        for request, token, row in zip(result.requests, result.tokens, result.rows):
+        # Python per row is the host's largest cost: plain ints, and metrics only when they change.
+        rows = zip(result.requests.tolist(), result.tokens.tolist(), result.rows.tolist())
+        for request, token, row in rows:
             active = self._active.get(request.request_id)
             if active is None or active.request is not request:
                 continue
             if active.first_token_time is None:
                 active.first_token_time = now
-            outputs.append(self._output(active, [int(token)], logprobs, int(row)))
+                active.metrics = _metrics(active)
+            outputs.append(self._output(active, [token], logprobs, row))
         return outputs
 
     def _ended_without_token(self, plan: SchedulerOutput) -> list[TokenOutput]:
@@ -305,17 +309,22 @@ class EngineCore:
         reported = None
         if logprobs is not None and active.params.logprobs is not None and tokens:
             reported = [_logprobs(logprobs, row, tokens[0], active.params.logprobs)]
-        finished = request.status.finished
-        if finished:
+        if request.num_preemptions != active.metrics.num_preemptions:
+            active.metrics = _metrics(active)
+        finish_reason = stop_reason = None
+        if request.status >= RequestStatus.FINISHED_STOPPED:
             self._active.pop(request.request_id, None)
+            finish_reason = request.status.finish_reason
+            stop_reason = self._stop_reason(request)
+            active.metrics = _metrics(active)
         return TokenOutput(
-            request_id=request.request_id,
-            token_ids=tokens,
-            logprobs=reported,
-            finish_reason=request.status.finish_reason if finished else None,
-            stop_reason=self._stop_reason(request) if finished else None,
-            metrics=_metrics(active),
-            warning=request.warning,
+            request.request_id,
+            tokens,
+            reported,
+            finish_reason,
+            stop_reason,
+            active.metrics,
+            request.warning,
         )
 
     def _stop_reason(self, request: Request) -> int | str | None:

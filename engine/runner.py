@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from engine.aot_bundle import Bundle, source_digest, write_bundle
 from engine.buckets import Buckets
+from engine.compile_cache import without_jax_cache
 from engine.device_state import (
     MAX_BULK_UPDATES,
     DeviceState,
@@ -149,6 +150,7 @@ class ModelRunner:
         """
         jobs = [job for job in self._jobs if job not in self._compiled]
         with (
+            without_jax_cache(),
             concurrent.futures.ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as pool,
             tqdm(
                 total=len(jobs), desc="Compiling", disable=not (progress and jobs), leave=False
@@ -178,7 +180,8 @@ class ModelRunner:
     def _executable(self, key: StepShape | str) -> Any:
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self._compiled[key] = self._compile(key)
+            with without_jax_cache():
+                compiled = self._compiled[key] = self._compile(key)
         return compiled
 
     def _compile(self, key: StepShape | str) -> Any:

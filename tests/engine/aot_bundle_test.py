@@ -9,7 +9,7 @@ import pytest
 
 from engine import EngineConfig, SamplingParams
 from engine.aot_bundle import Bundle, BundleError, source_digest, write_bundle
-from engine.compile_cache import CompileCounter, enable_compile_cache
+from engine.compile_cache import CompileCounter, prepare_cache_dir
 from engine.core import EngineCore
 
 
@@ -120,5 +120,5 @@ def test_corrupt_cache_costs_a_warning(settings, tmp_path, caplog):
 
 def test_unwritable_cache_costs_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    assert enable_compile_cache(str(tmp_path / "file" / "cache")) is None
+    assert prepare_cache_dir(str(tmp_path / "file" / "cache")) is None
     assert "--compile_cache_dir" in caplog.text
