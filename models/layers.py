@@ -106,7 +106,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
         self.weight = nnx.Param(jnp.ones(size, dtype), axes=(axis,))
 
-    def load(self, weight: Float[Array, " D"]) -> None:
+    def load(self, weight: Float[Array | np.ndarray, " D"]) -> None:
         """Takes the weight (any float dtype, numpy or JAX)."""
         self.weight.set_value(jnp.asarray(weight, self.weight.dtype))
 
@@ -144,7 +144,7 @@ class Embedding(nnx.Module):
             hidden_size, vocab_size, dtype=dtype, axes=("embed", "vocab"), quantization=quantization
         )
 
-    def load(self, table: Float[Array, "V D"]) -> None:
+    def load(self, table: Float[Array | np.ndarray, "V D"]) -> None:
         """Takes the logical table (any float dtype, numpy or JAX)."""
         self.table.load(table.T)
 

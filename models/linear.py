@@ -6,6 +6,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int8, Int32
@@ -69,8 +70,8 @@ class Linear(nnx.Module):
 
     def load(
         self,
-        kernel: Float[Array, "in_features out_features"],
-        bias: Float[Array, " out_features"] | None = None,
+        kernel: Float[Array | np.ndarray, "in_features out_features"],
+        bias: Float[Array | np.ndarray, " out_features"] | None = None,
     ) -> None:
         """Takes the logical weight (any float dtype, numpy or JAX) and lays it out.
 
@@ -141,7 +142,9 @@ class Linear(nnx.Module):
         return y.astype(out_dtype)
 
 
-def quantize_weight(kernel: Float[Array, "K N"]) -> tuple[Int8[Array, "K N"], Float32[Array, " N"]]:
+def quantize_weight(
+    kernel: Float[Array | np.ndarray, "K N"],
+) -> tuple[Int8[Array, "K N"], Float32[Array, " N"]]:
     """Symmetric int8 per output channel: (int8 [K, N], float32 scale [N]), kernel ~ int8 * scale."""
     value = jnp.asarray(kernel, jnp.float32)
     top = jnp.abs(value).max(axis=0)

@@ -155,12 +155,16 @@ def load(
                     f"({str(error).splitlines()[0] if str(error) else type(error).__name__})"
                 ) from error
             for module_path, module in modules.items():
-                arrays = [restored.pop(f"{module_path}.weight")]
-                if isinstance(module, Linear):
-                    arrays.append(restored.pop(f"{module_path}.bias", None))
-                    if shards > 1 and module_path.endswith((".qkv", ".gate_up")):
-                        arrays = _reorder(arrays, module_path, config, shards)
-                module.load(*arrays)
+                weight = restored.pop(f"{module_path}.weight")
+                if not isinstance(module, Linear):
+                    module.load(weight)
+                    continue
+                bias = restored.pop(f"{module_path}.bias", None)
+                if shards > 1 and module_path.endswith((".qkv", ".gate_up")):
+                    order = _column_order(module_path, config, shards)
+                    weight = weight[:, order]
+                    bias = None if bias is None else bias[order]
+                module.load(weight, bias)
 
         return build_model(
             config, fill, dtype=dtype, shards=shards, sharding_of=sharding_of, **settings
@@ -207,14 +211,11 @@ def _check(
         )
 
 
-def _reorder(
-    arrays: list[jax.Array | None], path: str, config: ModelConfig, shards: int
-) -> list[jax.Array | None]:
-    """Columns of a fused weight and its bias from one shard's order to that of `shards`."""
+def _column_order(path: str, config: ModelConfig, shards: int) -> np.ndarray:
+    """Where each column of a fused weight for `shards` lies in the stored one."""
     sizes = config.qkv_sizes if path.endswith(".qkv") else (config.intermediate_size,) * 2
     columns = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
-    order = fuse_columns(columns, shards)
-    return [None if array is None else array[..., order] for array in arrays]
+    return fuse_columns(columns, shards)
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
