@@ -170,7 +170,20 @@ class _Server:
             await self._engine.close()
             if log is not None:
                 log.close()
+        if self._engine.errored is None:
+            self._check_books()
         return self._exit_code
+
+    def _check_books(self) -> None:
+        """A leaked block would be a fault of ours: say so, and exit with it."""
+        try:
+            self._core.check_integrity()
+        except AssertionError as error:
+            logger.error("The scheduler's books do not balance: %s", error)
+            self._exit_code = FAILED
+            return
+        pool = self._core.scheduler.pool
+        logger.info("KV pool: %d of %d blocks free", pool.num_free, pool.num_usable)
 
     def _on_signal(self, number: int) -> None:
         if self._stopping is not None:  # the second time is meant
