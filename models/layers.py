@@ -141,7 +141,12 @@ class Embedding(nnx.Module):
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self.dtype, self.quantization = jnp.dtype(dtype), quantization
         self.table = Linear(
-            hidden_size, vocab_size, dtype=dtype, axes=("embed", "vocab"), quantization=quantization
+            hidden_size,
+            vocab_size,
+            dtype=dtype,
+            axes=("embed", "vocab"),
+            quantization=quantization,
+            transposed=True,
         )
 
     def load(self, table: Float[Array | np.ndarray, "V D"]) -> None:
@@ -156,9 +161,11 @@ class Embedding(nnx.Module):
         """Rows of the tokens, [T] -> [T, D] in `dtype`."""
         return self.table.columns(token_ids)
 
-    def logits(self, x: Float[Array, "R D"]) -> Float32[Array, "R V"]:
+    def logits(
+        self, x: Float[Array, "R D"], *, batch_invariant: bool = False
+    ) -> Float32[Array, "R V"]:
         """Products with every row, [R, D] -> float32 [R, V]."""
-        return self.table(x, out_dtype=jnp.float32)
+        return self.table(x, out_dtype=jnp.float32, batch_invariant=batch_invariant)
 
 
 class Attention(nnx.Module):
@@ -216,9 +223,10 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "T D"], KVPages]:
         """Writes this step's keys and values, attends; returns ([T, D], pages)."""
         config = self.config
+        projected = self.qkv(x, batch_invariant=batch_invariant)
         q, k, v = (
             part.reshape(x.shape[0], -1, config.head_dim)
-            for part in split_columns(self.qkv(x), self.sizes, self.shards)
+            for part in split_columns(projected, self.sizes, self.shards)
         )
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -238,7 +246,8 @@ class Attention(nnx.Module):
             attention,
             implementation=implementation,
         )
-        return self.o(out.reshape(x.shape[0], -1)), pages
+        out = self.o(out.reshape(x.shape[0], -1), batch_invariant=batch_invariant)
+        return out, pages
 
 
 class MLP(nnx.Module):
@@ -275,10 +284,13 @@ class MLP(nnx.Module):
             quantization=quantization,
         )
 
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    def __call__(
+        self, x: Float[Array, "T D"], *, batch_invariant: bool = False
+    ) -> Float[Array, "T D"]:
         """[T, D] -> [T, D]."""
-        gate, up = split_columns(self.gate_up(x), self.sizes, self.shards)
-        return self.down(jax.nn.silu(gate) * up)
+        projected = self.gate_up(x, batch_invariant=batch_invariant)
+        gate, up = split_columns(projected, self.sizes, self.shards)
+        return self.down(jax.nn.silu(gate) * up, batch_invariant=batch_invariant)
 
 
 class DecoderLayer(nnx.Module):
@@ -307,9 +319,23 @@ class DecoderLayer(nnx.Module):
         rotary: tuple[Float32[Array, "T 1 half"], Float32[Array, "T 1 half"]],
         batch: RaggedBatch,
         pages: KVPages,
-        **static,
+        *,
+        spec: KVCacheSpec,
+        max_query_len: int | None,
+        implementation: str | None,
+        batch_invariant: bool,
     ) -> tuple[Float[Array, "T D"], KVPages]:
-        """([T, D], pages) -> ([T, D], pages); `static` as in `Attention`."""
-        out, pages = self.attention(self.input_norm(x), rotary, batch, pages, **static)
+        """([T, D], pages) -> ([T, D], pages); settings as in `Attention`."""
+        out, pages = self.attention(
+            self.input_norm(x),
+            rotary,
+            batch,
+            pages,
+            spec=spec,
+            max_query_len=max_query_len,
+            implementation=implementation,
+            batch_invariant=batch_invariant,
+        )
         x = x + out
-        return x + self.mlp(self.post_attention_norm(x)), pages
+        out = self.mlp(self.post_attention_norm(x), batch_invariant=batch_invariant)
+        return x + out, pages

@@ -33,7 +33,10 @@ class Linear(nnx.Module):
       quantization: None, or "int8": int8 weights with one float32 scale per output channel. On
         CPU the activations are quantised too, per token and on the fly (W8A8).
       batch_invariant: a row's result is bit by bit the same whatever other rows are computed with
-        it. The native kernels always are; elsewhere it costs a fixed row tile.
+        it. The native kernels always are; elsewhere it costs a fixed row tile. Also an argument
+        of the call.
+      transposed: where it is not packed, the weight is stored as [out, in], so that `columns`
+        reads contiguous memory.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Linear(nnx.Module):
         bias: bool = False,
         quantization: Quantization | None = None,
         batch_invariant: bool = False,
+        transposed: bool = False,
     ):
         """Zero weights; `load` fills them."""
         if quantization not in (None, "int8"):
@@ -59,8 +63,11 @@ class Linear(nnx.Module):
         if self.packed:
             shape = cpu_matmul.packed_shape(in_features, out_features, stored)
             stored_axes = (axes[1], axes[0], None, None)
+        elif transposed:
+            shape, stored_axes = (out_features, in_features), axes[::-1]
         else:
             shape, stored_axes = (in_features, out_features), axes
+        self.transposed = transposed and not self.packed
         self.weight = nnx.Param(jnp.zeros(shape, stored), axes=stored_axes)
         self.bias = nnx.Param(jnp.zeros(out_features, self.dtype), axes=axes[1:]) if bias else None
         if quantization:
@@ -92,7 +99,9 @@ class Linear(nnx.Module):
                 self.column_sum.set_value(stored.sum(axis=0, dtype=jnp.int32))
         else:
             stored = jnp.asarray(kernel, self.dtype)
-        self.weight.set_value(cpu_matmul.pack(stored) if self.packed else stored)
+        if self.packed:
+            stored = cpu_matmul.pack(stored)
+        self.weight.set_value(stored.T if self.transposed else stored)
         if self.bias is not None and bias is not None:
             self.bias.set_value(jnp.asarray(bias, self.dtype))
 
@@ -101,6 +110,8 @@ class Linear(nnx.Module):
         weight = self.weight[...]
         if self.packed:
             weight = cpu_matmul.unpack(weight, self.out_features)
+        elif self.transposed:
+            weight = weight.T
         if self.quantization:
             weight = weight.astype(jnp.float32) * self.scale[...]
         return weight.astype(self.dtype)
@@ -109,6 +120,8 @@ class Linear(nnx.Module):
         """Columns of the logical weight, as rows in `dtype`: the embedding of a tied output."""
         if self.packed:
             taken = cpu_matmul.columns(self.weight[...], indices)
+        elif self.transposed:
+            taken = self.weight[...][indices]
         else:
             taken = self.weight[...][:, indices].T
         if self.quantization:
@@ -116,7 +129,11 @@ class Linear(nnx.Module):
         return taken.astype(self.dtype)
 
     def __call__(
-        self, x: Float[Array, "T in_features"], *, out_dtype: DTypeLike | None = None
+        self,
+        x: Float[Array, "T in_features"],
+        *,
+        out_dtype: DTypeLike | None = None,
+        batch_invariant: bool = False,
     ) -> Float[Array, "T out_features"]:
         """[T, in_features] -> [T, out_features] in `out_dtype`, by default x's dtype."""
         out_dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
@@ -132,11 +149,14 @@ class Linear(nnx.Module):
                 bias=bias,
                 out_dtype=out_dtype,
             )
+        invariant = batch_invariant or self.batch_invariant
+        if self.transposed:
+            weight = weight.T
         if self.quantization:
             scale = self.scale[...]
-            y = _by_rows(lambda rows: int8_matmul(rows, weight, scale), x, self.batch_invariant)
+            y = _by_rows(lambda rows: int8_matmul(rows, weight, scale), x, invariant)
         else:
-            y = _by_rows(lambda rows: float_matmul(rows, weight), x, self.batch_invariant)
+            y = _by_rows(lambda rows: float_matmul(rows, weight), x, invariant)
         if bias is not None:
             y = y + bias.astype(jnp.float32)
         return y.astype(out_dtype)

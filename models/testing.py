@@ -19,7 +19,7 @@ from pallas_kernels.batch import RaggedBatch, decode_batch, ragged_batch
 PAGE_SIZE = 16
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5, 6), donate_argnums=3)
+@functools.partial(jax.jit, static_argnums=(0, 5, 6, 7, 8), donate_argnums=3)
 def _step(
     graphdef: Any,
     state: Any,
@@ -28,12 +28,20 @@ def _step(
     batch: RaggedBatch,
     spec: KVCacheSpec,
     decode: bool,
+    implementation: str | None,
+    batch_invariant: bool,
 ) -> tuple[Float32[Array, "T V"], list[KVPages]]:
     model = nnx.merge(graphdef, state)
     hidden, kv_pages = model(
-        tokens, batch, kv_pages, spec=spec, max_query_len=1 if decode else None
+        tokens,
+        batch,
+        kv_pages,
+        spec=spec,
+        max_query_len=1 if decode else None,
+        implementation=implementation,
+        batch_invariant=batch_invariant,
     )
-    return model.logits(hidden), kv_pages
+    return model.logits(hidden, batch_invariant=batch_invariant), kv_pages
 
 
 def sequence_logits(
@@ -42,6 +50,8 @@ def sequence_logits(
     *,
     chunk: int | None = None,
     pad_to: int | None = None,
+    implementation: str | None = None,
+    batch_invariant: bool = False,
 ) -> Float32[np.ndarray, "T V"]:
     """Logits after each token of one sequence.
 
@@ -50,13 +60,16 @@ def sequence_logits(
       token_ids: T ids.
       chunk: tokens per step, None for all at once; 1 takes the decode-only variant.
       pad_to: tokens of a step with its padding.
+      implementation, batch_invariant: as in `Transformer`.
     """
     config = model.config
     total = len(token_ids)
     chunk = chunk or total
     width = -(-max(total, pad_to or 0) // PAGE_SIZE)
     spec = KVCacheSpec(width + 2, PAGE_SIZE, config.num_kv_heads, config.head_dim, jnp.float32)
-    kv_pages = [init_kv_pages(spec) for _ in range(config.num_layers)]
+    kv_pages = [
+        init_kv_pages(spec, implementation=implementation) for _ in range(config.num_layers)
+    ]
     # Not in order, and beginning after the null page.
     table = jnp.asarray(np.random.default_rng(0).permutation(width)[None] + 1, jnp.int32)
     graphdef, state = nnx.split(model)
@@ -79,7 +92,17 @@ def sequence_logits(
                 num_tokens=size,
                 page_size=PAGE_SIZE,
             )
-        logits, kv_pages = _step(graphdef, state, tokens, kv_pages, batch, spec, chunk == 1)
+        logits, kv_pages = _step(
+            graphdef,
+            state,
+            tokens,
+            kv_pages,
+            batch,
+            spec,
+            chunk == 1,
+            implementation,
+            batch_invariant,
+        )
         rows.append(np.asarray(logits)[:count])
     return np.concatenate(rows)
 

@@ -92,7 +92,8 @@ class Transformer(nnx.Module):
           spec: of the pages.
           max_query_len: static bound on query tokens per row; 1 is a pure decode step.
           implementation: of attention, by name; None takes the platform's best.
-          batch_invariant: attention does not depend on the batch, bit by bit.
+          batch_invariant: attention and matrix products compute a token alike, bit by bit,
+            whatever is computed with it.
 
         Returns:
           (hidden [T, D] before the final norm, for `logits`; the pages, one entry per layer).
@@ -116,9 +117,12 @@ class Transformer(nnx.Module):
             new_pages.append(pages)
         return hidden, new_pages
 
-    def logits(self, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
+    def logits(
+        self, hidden: Float[Array, "R D"], *, batch_invariant: bool = False
+    ) -> Float32[Array, "R V"]:
         """Final norm and output projection of chosen rows, [R, D] -> float32 [R, V]."""
-        return (self.lm_head or self.embedding).logits(self.final_norm(hidden))
+        head = self.lm_head or self.embedding
+        return head.logits(self.final_norm(hidden), batch_invariant=batch_invariant)
 
 
 def parameter_bytes(model: nnx.Module) -> int:

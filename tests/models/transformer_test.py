@@ -40,6 +40,17 @@ def test_steps_match_one_pass(name, chunk, expected):
     assert np.abs(sequence_logits(model, token_ids, chunk=chunk) - logits).max() < TOLERANCE
 
 
+@pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}])
+def test_weights_without_native_kernels(settings, expected, monkeypatch):
+    monkeypatch.setattr("pallas_kernels.cpu_build.available", lambda: False)
+    model = load_model(FIXTURES / "llama3_rope", progress=False, **settings).model
+    assert model.lm_head.table.weight.shape == (96, 32)
+    assert model.lm_head.table.weight.axes == ("vocab", "embed")
+    token_ids, logits = expected("llama3_rope")
+    got = sequence_logits(model, token_ids, pad_to=48, implementation="xla")
+    assert np.abs(got - logits).max() < (0.2 if settings else TOLERANCE)
+
+
 @pytest.mark.parametrize("name", ["llama3_rope", "qwen2"])
 def test_shards_reorder_fused_weights_only(name, expected):
     loaded = load_model(FIXTURES / name, shards=2, progress=False)
