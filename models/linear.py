@@ -162,6 +162,7 @@ class Linear(nnx.Module):
         return y.astype(out_dtype)
 
 
+@jax.jit
 def quantize_weight(
     kernel: Float[Array | np.ndarray, "K N"],
 ) -> tuple[Int8[Array, "K N"], Float32[Array, " N"]]:
