@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Float32, Float64, Num, Shaped
 
-from pallas_kernels.attention import AttentionConfig, KVCacheSpec
+from pallas_kernels.attention_types import AttentionConfig, KVCacheSpec
 from pallas_kernels.batch import RaggedBatch
 
 

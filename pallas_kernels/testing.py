@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Num, Shaped
 
-from pallas_kernels.attention import AttentionConfig, KVCacheSpec
+from pallas_kernels.attention_types import AttentionConfig, KVCacheSpec
 from pallas_kernels.batch import RaggedBatch
 
 

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Num, Shaped
 
-from pallas_kernels.attention import KVCacheSpec
+from pallas_kernels.attention_types import KVCacheSpec
+from pallas_kernels.validation import check_spec
 
 LANES = 128
 SUBLANES = 8
@@ -67,12 +68,12 @@ class Layout:
 
 def layout_of(spec: KVCacheSpec) -> Layout:
     """Layout of `spec`. ValueError names what is wrong; NotImplementedError what is not done here."""
+    check_spec(spec)
     name = np.dtype(spec.dtype).name
     if name not in KV_DTYPES:
-        raise ValueError(f"KVCacheSpec.dtype={name} is not one of {', '.join(KV_DTYPES)}")
-    for field in ("num_pages", "page_size", "num_kv_heads", "head_dim"):
-        if getattr(spec, field) < 1:
-            raise ValueError(f"KVCacheSpec.{field}={getattr(spec, field)} must be at least 1")
+        raise NotImplementedError(
+            f"KVCacheSpec.dtype={name}: the TPU kernels take {', '.join(KV_DTYPES)}"
+        )
     if spec.page_size % 16 or spec.page_size & (spec.page_size - 1) or spec.page_size > 256:
         raise NotImplementedError(
             f"KVCacheSpec.page_size={spec.page_size}: the TPU kernels take 16, 32, 64, 128 or 256"

@@ -43,7 +43,7 @@ class Blocks:
     decode_keys: int = 512
     tile_rows: int = 4096
     step_rows: int = 256
-    step_keys: int = 256
+    step_keys: int = 512
     prefill_keys: int = 1024
     prefill_heads: int = 1
 

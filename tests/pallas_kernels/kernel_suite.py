@@ -114,6 +114,8 @@ class KernelSuite:
 
     kernels: ClassVar[ModuleType | Any]
     skipped: ClassVar[frozenset[str]] = frozenset()
+    # Names of the cases that run by default; the others are marked slow. None is all.
+    quick_cases: ClassVar[frozenset[str] | None] = None
 
     @pytest.fixture(params=list(CASES))
     def case(self, request: pytest.FixtureRequest) -> Case:

@@ -1,14 +1,22 @@
 """The TPU kernels in the TPU interpreter: simulated copies and semaphores, races detected."""
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
+from jax.extend.core import jaxprs_in_params
 from kernel_suite import KernelSuite
 
-from pallas_kernels import tpu
+from benchmarks.tpu_cycles import decode_runs, prefill_runs
+from pallas_kernels import reference, tpu, tpu_tables
+from pallas_kernels.attention_types import AttentionConfig, KVCacheSpec
+from pallas_kernels.testing import Case, make_case
 
 PARAMS = pltpu.InterpretParams(
     detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait"
@@ -41,6 +49,22 @@ def interpreted(function):
 
 
 class TestTpu(KernelSuite):
+    # Every case compiles programs of its own, in seconds; these differ most.
+    quick_cases = frozenset(
+        {
+            "mixed",
+            "no_rows",
+            "empty_rows",
+            "gqa_3",
+            "head_dim_256",
+            "page_64",
+            "sinks_window_cap",
+            "sliding_window_decode",
+            "bf16",
+            "int8_kv_bf16",
+            "fp8_kv",
+        }
+    )
     kernels = SimpleNamespace(
         **{
             **vars(tpu),
@@ -49,3 +73,143 @@ class TestTpu(KernelSuite):
             "ragged_paged_attention": interpreted(tpu.ragged_paged_attention),
         }
     )
+
+
+def attend(case: Case):
+    """(out, pages) of one case in the interpreter."""
+    return TestTpu().attend(case)
+
+
+def test_batch_invariant_output_has_the_same_bits_however_the_row_is_cut() -> None:
+    whole = make_case([(1, 9), (24, 40)], batch_invariant=True, sliding_window=30)
+    out, pages = attend(whole)
+    logical = np.asarray(tpu.kv_pages_to_logical(pages, whole.spec))
+    # The same row alone, its last token decoded: q of token 24 of the batch above.
+    last = make_case(
+        [(1, 40)], batch_invariant=True, sliding_window=30, num_pages=whole.spec.num_pages
+    )
+    batch = last.batch._replace(
+        page_indices=whole.batch.page_indices[1:2].repeat(2, axis=0).at[1].set(0),
+        slots=jnp.zeros_like(last.batch.slots),
+    )
+    again = TestTpu.kernels.ragged_paged_attention(
+        jnp.zeros_like(last.q).at[0].set(whole.q[24]),
+        tpu.kv_pages_from_logical(jnp.asarray(logical), whole.spec),
+        batch,
+        whole.spec,
+        whole.config,
+        k_scale=None,
+        v_scale=None,
+        sinks=None,
+    )
+    np.testing.assert_array_equal(np.asarray(again)[0], np.asarray(out)[24])
+
+
+def _dots(jaxpr, found: list) -> list:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            found.append(equation)
+        for inner in jaxprs_in_params(equation.params):
+            _dots(inner, found)
+    return found
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_float32_queries_multiply_at_the_highest_precision(decode: bool) -> None:
+    rows = [(1, 20), (1, 3)] if decode else [(5, 20)]
+    case = make_case(rows, max_query_len=1 if decode else None)
+    jaxpr = jax.make_jaxpr(
+        lambda q, pages, batch: tpu.ragged_paged_attention(q, pages, batch, case.spec, case.config)
+    )(case.q, tpu.init_kv_pages(case.spec), case.batch)
+    dots = _dots(jaxpr.jaxpr, [])
+    assert dots
+    highest = (jax.lax.Precision.HIGHEST,) * 2
+    assert all(equation.params["precision"] == highest for equation in dots)
+
+
+@pytest.mark.parametrize("rows", [[(1, 1000), (1, 513), (1, 0), (1, 128)], [(40, 200), (9, 9)]])
+def test_copies_are_those_of_the_cycle_model(monkeypatch, rows) -> None:
+    """Pages are copied as often as benchmarks.tpu_cycles counts: each live page once, no other."""
+    decode = all(q_len == 1 for q_len, _ in rows)
+    case = make_case(rows, max_query_len=1 if decode else None, num_kv_heads=1)
+    counted = []
+    start = interpret_pallas_call.dma_start
+
+    def counting(*args, **kwargs):
+        counted.append(1)
+        return start(*args, **kwargs)
+
+    monkeypatch.setattr(interpret_pallas_call, "dma_start", counting)
+    logical = reference.kv_write(
+        np.asarray(case.k), np.asarray(case.v), case.logical, case.batch, case.spec
+    )
+    scales = {"k_scale": None, "v_scale": None, "sinks": None}
+    interpreted(tpu.ragged_paged_attention)(
+        case.q,
+        tpu.kv_pages_from_logical(jnp.asarray(logical), case.spec),
+        case.batch,
+        case.spec,
+        case.config,
+        **scales,
+    )
+    blocks, layout = tpu_tables.blocks_for("v5p", "f32"), tpu.layout_of(case.spec)
+    if decode:
+        kv_lens = [kv_len for _, kv_len in rows]
+        runs = decode_runs(kv_lens, 16, tpu_tables.decode_pages(blocks, layout))
+        assert runs["pages"] == sum(-(-n // 16) for n in kv_lens)
+    else:
+        sizes = tpu_tables.prefill_blocks(blocks, layout, num_tokens=case.q.shape[0], q_per_kv=4)
+        runs = prefill_runs(
+            rows,
+            16,
+            sizes.pages_per_block,
+            sizes.tile_tokens,
+            sizes.step_tokens,
+            sizes.step_keys,
+            1,
+        )
+    assert len(counted) == runs["pages"]
+
+
+def test_copies_that_nobody_waits_for_are_found(monkeypatch) -> None:
+    """The suite is awake: without its waits the kernel races, or computes on NaN."""
+    monkeypatch.setattr("pallas_kernels.tpu_decode.wait_pages", lambda *args: None)
+    case = make_case([(1, 20)], max_query_len=1)
+    with pytest.raises(AssertionError, match=r"data race|finite"):
+        TestTpu().check(case)
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+SPEC = KVCacheSpec(4, 16, 2, 64, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"page_size": 24}, NotImplementedError, "page_size=24.*16, 32, 64, 128 or 256"),
+        ({"page_size": 512}, NotImplementedError, "page_size=512"),
+        ({"head_dim": 512}, NotImplementedError, "head_dim=512.*at most 256"),
+        ({"dtype": jnp.float16}, NotImplementedError, "dtype=float16"),
+        ({"num_kv_heads": 0}, ValueError, "num_kv_heads=0 must be at least 1"),
+        ({"dtype": jnp.int32}, ValueError, "dtype=int32 is not one of"),
+    ],
+)
+def test_what_is_not_served_is_named(changes, error, words) -> None:
+    with pytest.raises(error, match=words):
+        tpu.init_kv_pages(dataclasses.replace(SPEC, **changes))
+
+
+def test_float16_queries_are_declined() -> None:
+    case = make_case([(1, 20)], q_dtype=jnp.float16)
+    with pytest.raises(NotImplementedError, match="q has dtype float16"):
+        tpu.ragged_paged_attention(
+            case.q, tpu.init_kv_pages(case.spec), case.batch, case.spec, case.config
+        )
+
+
+def test_a_page_table_beyond_scalar_memory_is_declined() -> None:
+    case = make_case([(1, 20)], table_width=200_000)
+    with pytest.raises(NotImplementedError, match="page table of 2 rows and 200000 pages"):
+        tpu.ragged_paged_attention(
+            case.q, tpu.init_kv_pages(case.spec), case.batch, case.spec, AttentionConfig(0.1)
+        )
