@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.extend.core import jaxprs_in_params
 from kernel_suite import KernelSuite
 
-from benchmarks.tpu_cycles import decode_runs, prefill_runs
+from benchmarks.tpu_cycle_model import decode_runs, prefill_runs
 from pallas_kernels import reference, tpu, tpu_tables
 from pallas_kernels.attention_types import AttentionConfig, KVCacheSpec
 from pallas_kernels.testing import Case, make_case
