@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jaxlib
+import jaxlib.version
 from jax.experimental import serialize_executable
 
 _MANIFEST = "manifest.json"
@@ -34,7 +34,7 @@ def environment() -> dict[str, str]:
     device = jax.devices()[0]
     return {
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": jaxlib.version.__version__,
         "platform": device.platform,
         "device": f"{device.device_kind} x {jax.device_count()}",
         "machine": platform.machine(),

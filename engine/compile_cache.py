@@ -54,7 +54,7 @@ def without_jax_cache() -> Iterator[None]:
     On CPU an executable that came out of that cache cannot be serialised again: it loads, and
     fails when it runs.
     """
-    enabled = jax.config.jax_enable_compilation_cache
+    enabled = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 from scheduler.config import SchedulerConfig, check_watermark
 
@@ -12,7 +12,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = (None, "int8")
 LOAD_FORMATS = ("auto", "dummy")
-IMPLEMENTATIONS = (None, "reference", "xla", "tpu", "gpu")
+IMPLEMENTATIONS = (None, "cpu", "xla", "tpu", "gpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,8 @@ class EngineConfig:
       max_decode_steps: most decode steps in one dispatch when nothing waits.
       batch_invariant: logits do not depend on batch mates, chunking or preemption, bit by bit.
       attention_implementation: name of the kernel; None chooses by platform.
+      cpu_kernels: on CPU, "native" are C++ kernels compiled on first use, "xla" is plain JAX,
+        "auto" takes the native ones where a compiler is at hand.
       compile_cache_dir: folder of compiled programs; None is the user's cache folder, "" is off.
       aot_bundle: file of compiled steps: read if it exists, else written. Trusted input only.
       warmup: compile every bucket at start-up.
@@ -54,7 +56,7 @@ class EngineConfig:
     tokenizer: str | None = None
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
-    quantization: str | None = None
+    quantization: Literal["int8"] | None = None
     load_format: str = "auto"
     seed: int = 0
     max_model_len: int | None = None
@@ -76,6 +78,7 @@ class EngineConfig:
     max_decode_steps: int = 1
     batch_invariant: bool = False
     attention_implementation: str | None = None
+    cpu_kernels: Literal["auto", "xla", "native"] = "auto"
     compile_cache_dir: str | None = None
     aot_bundle: str | None = None
     warmup: bool = True
@@ -88,6 +91,7 @@ class EngineConfig:
         self._one_of("quantization", QUANTIZATIONS)
         self._one_of("load_format", LOAD_FORMATS)
         self._one_of("attention_implementation", IMPLEMENTATIONS)
+        self._one_of("cpu_kernels", ("auto", "xla", "native"))
         self._one_of("scheduling_policy", ("fcfs", "priority"))
         for name, least in (
             ("max_model_len", 2),

@@ -29,7 +29,7 @@ from engine.sizing import GIB, decide_sizes
 from engine.step import StepConfig
 from engine.tokenizer import Tokenizer
 from models import load_model
-from pallas_kernels import KVCacheSpec, resolve_implementation
+from pallas_kernels import KVCacheSpec, cpu_build, resolve_implementation
 from scheduler import Request, RequestStatus, Scheduler, SchedulerOutput
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ class EngineCore:
         self.config = config = config.validate()
         self._cache_dir = prepare_cache_dir(config.compile_cache_dir)
         device = jax.devices()[0]
+        cpu_build.set_mode(config.cpu_kernels)
         loaded = load_model(
             config.model,
             dtype=_dtype(config.dtype, device.platform),
@@ -250,7 +251,7 @@ class EngineCore:
         joins = []
         scheduler = self.scheduler
         for slot in plan.joined.tolist():
-            request = scheduler.slot_requests[slot]
+            request: Request = scheduler.slot_requests.item(slot)
             active = self._active[request.request_id]
             start = int(plan.start[np.flatnonzero(plan.slots == slot)[0]])
             joins.append(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, Protocol
 
-import jax
+from jax.typing import DTypeLike
 
 from engine.config import EngineConfig
 from models.config import ModelConfig
@@ -13,6 +14,15 @@ from pallas_kernels import KVCacheSpec, kv_page_bytes
 GIB = 2**30
 # Room for a step's temporaries beside weights and KV pages, as a share of the device's memory.
 _TEMPORARY_SHARE = 0.05
+
+
+class Device(Protocol):
+    """What is asked of a `jax.Device` here."""
+
+    @property
+    def platform(self) -> str: ...
+
+    def memory_stats(self) -> dict[str, Any] | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +49,9 @@ def decide_sizes(
     config: EngineConfig,
     model: ModelConfig,
     *,
-    kv_dtype: jax.typing.DTypeLike,
+    kv_dtype: DTypeLike,
     implementation: str,
-    device: jax.Device,
+    device: Device,
 ) -> Sizes:
     """Chooses every size. Raises ValueError where the user's wishes do not fit together.
 
@@ -97,7 +107,7 @@ def decide_sizes(
     )
 
 
-def _num_blocks(config: EngineConfig, page_bytes: int, device: jax.Device) -> tuple[int, str]:
+def _num_blocks(config: EngineConfig, page_bytes: int, device: Device) -> tuple[int, str]:
     if config.num_kv_blocks is not None:
         size = config.num_kv_blocks * page_bytes / GIB
         return config.num_kv_blocks, (

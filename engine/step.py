@@ -83,7 +83,7 @@ def make_step(graphdef: Any, treedef: Any, config: StepConfig, shape: StepShape)
         )
         if not shape.decode:
             hidden = hidden[jnp.maximum(batch.cu_q_lens[1:] - 1, 0)]
-        logits = model.logits(hidden)
+        logits = model.logits(hidden, batch_invariant=config.batch_invariant)
         lengths = start + rows.num_tokens
         tokens, logprobs = sample(
             logits,

@@ -17,7 +17,7 @@ MAY_IMPORT = {
 }
 THIRD_PARTY = {
     "scheduler": {"numpy"},
-    "pallas_kernels": {"jax", "jaxtyping", "numpy"},
+    "pallas_kernels": {"jax", "jaxtyping", "ml_dtypes", "numpy"},  # all of them come with jax
 }
 
 
