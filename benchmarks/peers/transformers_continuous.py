@@ -1,5 +1,7 @@
 """Hugging Face transformers with its continuous batching over a paged cache."""
 
+# The engine is installed in another environment only.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """Hugging Face transformers, one static batch: all rows start and end together."""
 
+# The engine is installed in another environment only.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -34,16 +36,18 @@ class Engine:
 
     def generate(self, prompts: Sequence[Sequence[int]], output_len: int) -> list[list[int]]:
         import torch
+        import transformers
 
+        # No end of sequence: rows go on to their full length, as the other engines' do.
+        generation = transformers.GenerationConfig(
+            max_new_tokens=output_len, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
         batch = torch.tensor(prompts)
         with torch.inference_mode():
             output = self._model.generate(
                 batch,
                 attention_mask=torch.ones_like(batch),
-                do_sample=False,
-                min_new_tokens=output_len,
-                max_new_tokens=output_len,
-                pad_token_id=0,
+                generation_config=generation,
             )
         return output[:, batch.shape[1] :].tolist()
 

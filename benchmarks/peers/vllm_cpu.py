@@ -1,5 +1,7 @@
 """vLLM's CPU build, in this process."""
 
+# The engine is installed in another environment only.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import os
