@@ -109,7 +109,7 @@ class EngineCore:
         )
         self.runner = ModelRunner(
             loaded.model,
-            StepConfig(spec, implementation, config.batch_invariant),
+            StepConfig(spec, implementation, config.batch_invariant, config.max_decode_steps),
             num_layers=self.model_config.num_layers,
             num_slots=sizes.max_num_seqs,
             max_model_len=sizes.max_model_len,
@@ -119,6 +119,7 @@ class EngineCore:
         if config.warmup:
             self._warm_up(progress)
         self._active: dict[str, _Active] = {}
+        self._num_with_logprobs = 0
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self._depth = self.scheduler.config.overlap_depth
         self._last_read = 0.0
@@ -187,8 +188,8 @@ class EngineCore:
                 f"{limit - 1} leave room for one token of output"
             )
         seed = params.seed if params.seed is not None else int(self._seeds.integers(2**32))
-        packed, need = pack_params(params, prompt_len=len(prompt), seed=seed, eos_ids=self._eos_ids)
         stops = () if params.ignore_eos else self._eos_ids
+        packed, need = pack_params(params, prompt_len=len(prompt), seed=seed, eos_ids=stops)
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt,
@@ -201,6 +202,7 @@ class EngineCore:
         )
         self.scheduler.add(request)
         self._active[request_id] = _Active(request, params, packed, need)
+        self._num_with_logprobs += params.logprobs is not None
 
     def _check_prompt(self, prompt_token_ids: Sequence[int]) -> NDArray[np.int32]:
         if len(prompt_token_ids) == 0:
@@ -218,15 +220,22 @@ class EngineCore:
 
     def abort(self, request_id: str) -> bool:
         """Ends a request at once and frees its blocks; False where it is unknown."""
-        self._active.pop(request_id, None)
+        self._forget(request_id)
         return self.scheduler.abort(request_id)
 
     def finish(self, request_id: str, stop_reason: str) -> None:
         """Ends a request whose text reached a stop string."""
-        if self._active.pop(request_id, None) is not None:
+        if self._forget(request_id):
             self.scheduler.finish(
                 request_id, RequestStatus.FINISHED_STOPPED, stop_reason=stop_reason
             )
+
+    def _forget(self, request_id: str) -> bool:
+        active = self._active.pop(request_id, None)
+        if active is None:
+            return False
+        self._num_with_logprobs -= active.params.logprobs is not None
+        return True
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything left to do."""
@@ -237,7 +246,9 @@ class EngineCore:
     def step(self) -> list[TokenOutput]:
         """Plans and dispatches one step, and reads the one that is due. May return nothing."""
         outputs: list[TokenOutput] = []
-        plan = self.scheduler.schedule()
+        # A run of several steps reports no log-probabilities, so while they are wanted it is one.
+        most = 1 if self._num_with_logprobs else self.config.max_decode_steps
+        plan = self.scheduler.schedule(most)
         self._log_preemptions(plan)
         outputs += self._ended_without_token(plan)
         if len(plan.slots):
@@ -285,10 +296,15 @@ class EngineCore:
         outputs = []
         # Python per row is the host's largest cost: plain ints, and metrics only when they change.
         rows = zip(result.requests.tolist(), result.tokens.tolist(), result.rows.tolist())
+        last_row = -1
         for request, token, row in rows:
+            if row == last_row:  # one more of a run of steps; its output is there already
+                outputs[-1].token_ids.append(token)
+                continue
             active = self._active.get(request.request_id)
             if active is None or active.request is not request:
                 continue
+            last_row = row
             if active.first_token_time is None:
                 active.first_token_time = now
                 active.metrics = _metrics(active)
@@ -314,7 +330,7 @@ class EngineCore:
             active.metrics = _metrics(active)
         finish_reason = stop_reason = None
         if request.status >= RequestStatus.FINISHED_STOPPED:
-            self._active.pop(request.request_id, None)
+            self._forget(request.request_id)
             finish_reason = request.status.finish_reason
             stop_reason = self._stop_reason(request)
             active.metrics = _metrics(active)

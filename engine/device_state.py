@@ -120,7 +120,7 @@ def pack_params(
       params: the request's choices.
       prompt_len: tokens of the prompt.
       seed: 32-bit seed of its draws.
-      eos_ids: the model's end-of-sequence ids (masked, like the stop ids, below min_tokens).
+      eos_ids: end-of-sequence ids that end it; masked, like the stop ids, below min_tokens.
     """
     row = np.zeros(Param.END, np.int32)
     floats = row.view(np.float32)
@@ -229,6 +229,7 @@ class StepInput(NamedTuple):
     num_rows: Int32[Array, ""]
     need: Int32[Array, ""]
     num_decodes: Int32[Array, ""]
+    num_steps: Int32[Array, ""]
     updates: Int32[Array, "3 U"]
     slots: Int32[Array, " R"]
     num_tokens: Int32[Array, " R"]
@@ -245,6 +246,7 @@ def pack_step(
     samples: NDArray[np.bool_],
     num_decodes: int,
     updates: NDArray[np.int32],
+    num_steps: int = 1,
 ) -> NDArray[np.int32]:
     """One step's upload: [header, updates (slot, index, block), slots, row lengths].
 
@@ -253,10 +255,11 @@ def pack_step(
 
     Args:
       updates: [3, u] with u at most shape.max_updates.
+      num_steps: decode steps to run in a row.
     """
     packed = np.zeros(shape.input_size, np.int32)
     n, u = len(slots), updates.shape[1]
-    packed[:3] = n, need, num_decodes
+    packed[:NUM_HEADER] = n, need, num_decodes, num_steps
     table = packed[NUM_HEADER : NUM_HEADER + 3 * shape.max_updates].reshape(3, -1)
     table[0] = padding_slot
     table[:, :u] = updates
@@ -279,7 +282,11 @@ def unpack_step(shape: StepShape, packed: Int32[Array, " N"]) -> StepInput:
         lengths = rows[shape.num_rows :]
         num_tokens, samples = lengths // 2, (lengths & 1).astype(bool)
     return StepInput(
-        header[0], header[1], header[2], updates.reshape(3, -1), slots, num_tokens, samples
+        *(header[i] for i in range(NUM_HEADER)),
+        updates.reshape(3, -1),
+        slots,
+        num_tokens,
+        samples,
     )
 
 

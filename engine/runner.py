@@ -69,16 +69,20 @@ class FetchedLogprobs:
 class StepHandle:
     """A dispatched step whose tokens may not be there yet."""
 
-    def __init__(self, output: StepOutput, num_rows: int, need: Need):
+    def __init__(self, output: StepOutput, num_rows: int, num_steps: int, need: Need):
         self._output = output
+        self._num_steps = num_steps
         self._num_rows = num_rows
         self._has_logprobs = bool(need & Need.LOGPROBS)
         # Starts the copy to the host as soon as the step ends, before anybody waits for it.
         output.tokens.copy_to_host_async()
 
     def tokens(self) -> NDArray[np.int32]:
-        """Waits for the step. int32 [num_rows]."""
-        return np.asarray(self._output.tokens)[: self._num_rows]
+        """Waits for the step. int32 [num_rows], or [num_rows, num_steps] of several in a row."""
+        tokens = np.asarray(self._output.tokens)
+        if self._num_steps > 1:
+            return tokens[: self._num_steps, : self._num_rows].T
+        return (tokens if tokens.ndim == 1 else tokens[0])[: self._num_rows]
 
     def logprobs(self) -> FetchedLogprobs | None:
         """Waits for the step; None where no row asked."""
@@ -237,8 +241,9 @@ class ModelRunner:
             samples=plan.samples,
             num_decodes=plan.num_decodes,
             updates=updates,
+            num_steps=plan.num_steps,
         )
-        return StepHandle(self._run(shape, packed), n, need)
+        return StepHandle(self._run(shape, packed), n, plan.num_steps, need)
 
     def _apply_bulk(self, updates: NDArray[np.int32], most: int) -> NDArray[np.int32]:
         """Sends block updates beyond `most` ahead of the step; returns the rest."""

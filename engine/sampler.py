@@ -68,7 +68,7 @@ def sample(
     logprobs = jax.lax.cond(
         (need & Need.LOGPROBS) != 0,
         lambda: _logprobs(raw, tokens),
-        lambda: _no_logprobs(raw.shape[0]),
+        lambda: no_logprobs(raw.shape[0]),
     )
     return tokens, logprobs
 
@@ -202,7 +202,8 @@ def _logprobs(logits: Array, tokens: Array) -> SampledLogprobs:
     return SampledLogprobs(chosen[:, 0], rank.astype(jnp.int32), values, ids.astype(jnp.int32))
 
 
-def _no_logprobs(rows: int) -> SampledLogprobs:
+def no_logprobs(rows: int) -> SampledLogprobs:
+    """Zeros in the place of log-probabilities that nobody asked for."""
     return SampledLogprobs(
         jnp.zeros(rows, jnp.float32),
         jnp.zeros(rows, jnp.int32),

@@ -19,7 +19,7 @@ from engine.device_state import (
     unpack_params,
     unpack_step,
 )
-from engine.sampler import SampledLogprobs, sample
+from engine.sampler import SampledLogprobs, no_logprobs, sample
 from pallas_kernels import KVCacheSpec, KVPages, RaggedBatch, decode_batch, ragged_batch
 
 
@@ -27,11 +27,12 @@ class StepOutput(NamedTuple):
     """What a step sends back; only `tokens` is read unless somebody asked for log-probabilities.
 
     Attributes:
-      tokens: int32 [R]; meaningless for rows that do not sample.
-      logprobs: see `SampledLogprobs`.
+      tokens: int32 [R]; meaningless for rows that do not sample. Of a decode step that can run
+        several times in a row, int32 [max_decode_steps, R].
+      logprobs: see `SampledLogprobs`; of the last step.
     """
 
-    tokens: Int32[Array, " R"]
+    tokens: Int32[Array, "*K R"]
     logprobs: SampledLogprobs
 
 
@@ -42,6 +43,7 @@ class StepConfig:
     spec: KVCacheSpec
     implementation: str
     batch_invariant: bool = False
+    max_decode_steps: int = 1
 
 
 StepFunction = Callable[
@@ -70,37 +72,89 @@ def make_step(graphdef: Any, treedef: Any, config: StepConfig, shape: StepShape)
         model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
         rows = unpack_step(shape, packed)
         state = apply_updates(state, rows.updates)
-        start = state.computed[rows.slots]
-        batch, token_ids = _inputs(shape, config.spec.page_size, state, rows, start)
-        hidden, kv_pages = model(
-            token_ids,
-            batch,
-            kv_pages,
-            spec=config.spec,
-            max_query_len=1 if shape.decode else None,
-            implementation=config.implementation,
-            batch_invariant=config.batch_invariant,
-        )
-        if not shape.decode:
-            hidden = hidden[jnp.maximum(batch.cu_q_lens[1:] - 1, 0)]
-        logits = model.logits(hidden, batch_invariant=config.batch_invariant)
-        lengths = start + rows.num_tokens
-        tokens, logprobs = sample(
-            logits,
-            unpack_params(state.params[rows.slots]),
-            rows.need,
-            lambda: state.tokens[rows.slots],
-            lengths,
-        )
-        # Rows that do not sample, and padding, write out of bounds, where a scatter drops them.
-        column = jnp.where(rows.samples, lengths, state.tokens.shape[1])
-        state = state._replace(
-            tokens=state.tokens.at[rows.slots, column].set(tokens, mode="drop"),
-            computed=state.computed.at[rows.slots].add(rows.num_tokens),
-        )
-        return kv_pages, state, StepOutput(tokens, logprobs)
+        if shape.decode and config.max_decode_steps > 1:
+            return _run_many(model, config, shape, rows, kv_pages, state)
+        return _run_once(model, config, shape, rows, kv_pages, state)
 
     return step
+
+
+def _run_once(
+    model: Any,
+    config: StepConfig,
+    shape: StepShape,
+    rows: StepInput,
+    kv_pages: list[KVPages],
+    state: DeviceState,
+) -> tuple[list[KVPages], DeviceState, StepOutput]:
+    start = state.computed[rows.slots]
+    batch, token_ids = _inputs(shape, config.spec.page_size, state, rows, start)
+    hidden, kv_pages = model(
+        token_ids,
+        batch,
+        kv_pages,
+        spec=config.spec,
+        max_query_len=1 if shape.decode else None,
+        implementation=config.implementation,
+        batch_invariant=config.batch_invariant,
+    )
+    if not shape.decode:
+        hidden = hidden[jnp.maximum(batch.cu_q_lens[1:] - 1, 0)]
+    logits = model.logits(hidden, batch_invariant=config.batch_invariant)
+    lengths = start + rows.num_tokens
+    tokens, logprobs = sample(
+        logits,
+        unpack_params(state.params[rows.slots]),
+        rows.need,
+        lambda: state.tokens[rows.slots],
+        lengths,
+    )
+    # Rows that do not sample, and padding, write out of bounds, where a scatter drops them.
+    column = jnp.where(rows.samples, lengths, state.tokens.shape[1])
+    state = state._replace(
+        tokens=state.tokens.at[rows.slots, column].set(tokens, mode="drop"),
+        computed=state.computed.at[rows.slots].add(rows.num_tokens),
+    )
+    return kv_pages, state, StepOutput(tokens, logprobs)
+
+
+def _run_many(
+    model: Any,
+    config: StepConfig,
+    shape: StepShape,
+    rows: StepInput,
+    kv_pages: list[KVPages],
+    state: DeviceState,
+) -> tuple[list[KVPages], DeviceState, StepOutput]:
+    """Runs `rows.num_steps` decode steps in a row, fewer once every row has stopped.
+
+    Tokens come back as [max_decode_steps, R]. A row that stopped runs on until all have: whoever
+    reads the tokens drops what follows the stop, and what its extra steps write lies in blocks
+    that it owns.
+    """
+    stop_ids = unpack_params(state.params[rows.slots]).stop_ids
+
+    def goes_on(carry: Any) -> Array:
+        step, stopped = carry[0], carry[1]
+        return (step < rows.num_steps) & ~jnp.all(stopped)
+
+    def run(carry: Any) -> Any:
+        step, stopped, tokens, kv_pages, state, _ = carry
+        kv_pages, state, output = _run_once(model, config, shape, rows, kv_pages, state)
+        stopped |= jnp.any(output.tokens[:, None] == stop_ids, axis=1)
+        tokens = tokens.at[step].set(output.tokens)
+        return step + 1, stopped, tokens, kv_pages, state, output.logprobs
+
+    first = (
+        jnp.int32(0),
+        ~rows.samples,
+        jnp.zeros((config.max_decode_steps, shape.num_rows), jnp.int32),
+        kv_pages,
+        state,
+        no_logprobs(shape.num_rows),
+    )
+    _, _, tokens, kv_pages, state, logprobs = jax.lax.while_loop(goes_on, run, first)
+    return kv_pages, state, StepOutput(tokens, logprobs)
 
 
 def _inputs(

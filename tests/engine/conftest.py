@@ -14,7 +14,7 @@ TINY = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
+    "head_dim": 16,
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
@@ -54,6 +54,6 @@ def tiny_settings(tiny_model_dir):
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
         "max_model_len": 128,
-        "block_size": 4,
+        "block_size": 16,
         "num_kv_blocks": 200,
     }

@@ -48,12 +48,15 @@ def expected(tiny_settings):
     [
         {},
         {"async_scheduling": False},
+        {"max_decode_steps": 4},
+        {"max_decode_steps": 8, "num_kv_blocks": 10, "enable_prefix_caching": False},
+        {"cpu_kernels": "xla"},
         {"max_num_batched_tokens": 8},
-        {"num_kv_blocks": 34, "enable_prefix_caching": False},
-        {"num_kv_blocks": 34, "enable_prefix_caching": True},
-        {"num_kv_blocks": 34, "watermark": 0.1},
-        {"num_kv_blocks": 34, "watermark": "auto"},
-        {"num_kv_blocks": 34, "reserve_full_sequence": False, "async_scheduling": False},
+        {"num_kv_blocks": 10, "enable_prefix_caching": False},
+        {"num_kv_blocks": 10, "enable_prefix_caching": True},
+        {"num_kv_blocks": 10, "watermark": 0.1},
+        {"num_kv_blocks": 10, "watermark": "auto"},
+        {"num_kv_blocks": 10, "reserve_full_sequence": False, "async_scheduling": False},
     ],
     ids=str,
 )
@@ -63,7 +66,7 @@ def test_tokens_do_not_change(tiny_settings, expected, change):
     assert _tokens(outputs) == expected
     again = llm.generate(_prompts(16), GREEDY, use_tqdm=False)
     assert _tokens(again) == expected
-    if change.get("num_kv_blocks") == 34 and not change.get("watermark"):
+    if change.get("num_kv_blocks") == 10 and not change.get("watermark"):
         assert sum(o.metrics.num_preemptions for o in outputs) > 0
     llm.core.check_integrity()
     assert not llm.core.has_unfinished()
@@ -194,19 +197,19 @@ def test_refused_requests_leave_nothing_behind(llm, ids, params, named):
 
 
 def test_a_derived_max_model_len_is_lowered_to_the_pool(tiny_settings):
-    settings = {**tiny_settings, "num_kv_blocks": 11, "max_model_len": None, "warmup": False}
+    settings = {**tiny_settings, "num_kv_blocks": 3, "max_model_len": None, "warmup": False}
     llm = LLM(**settings, progress=False)
-    assert llm.core.sizes.max_model_len == 40
-    assert "max_model_len lowered from 256 to the pool's 40 tokens" in llm.core.summary()
+    assert llm.core.sizes.max_model_len == 32
+    assert "max_model_len lowered from 256 to the pool's 32 tokens" in llm.core.summary()
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     (output,) = llm.generate({"prompt_token_ids": [3] * 30}, params, use_tqdm=False)
-    assert len(output.outputs[0].token_ids) == 10
+    assert len(output.outputs[0].token_ids) == 2
     assert output.outputs[0].finish_reason == "length"
 
 
 def test_max_model_len_beyond_the_pool_names_both(tiny_settings):
-    with pytest.raises(ValueError, match=r"11 KV blocks.*40 tokens.*max_model_len=128"):
-        LLM(**{**tiny_settings, "num_kv_blocks": 11, "warmup": False}, progress=False)
+    with pytest.raises(ValueError, match=r"3 KV blocks.*32 tokens.*max_model_len=128"):
+        LLM(**{**tiny_settings, "num_kv_blocks": 3, "warmup": False}, progress=False)
 
 
 def test_length_limit(llm):
@@ -219,5 +222,25 @@ def test_length_limit(llm):
 def test_summary_says_what_was_sized(llm):
     summary = llm.core.summary()
     assert "200 blocks as asked for" in summary
-    assert "199 usable blocks x 4 = 796 tokens" in summary
+    assert "199 usable blocks x 16 = 3184 tokens" in summary
     assert "max_num_seqs 8" in summary
+
+
+def test_a_run_of_steps_is_one_dispatch_and_ends_early(tiny_settings, llm):
+    settings = {**tiny_settings, "max_decode_steps": 8, "async_scheduling": False, "warmup": False}
+    many = LLM(**settings, progress=False)
+    stats = many.core.scheduler.stats
+    params = dataclasses.replace(GREEDY, max_tokens=25)
+    (output,) = many.generate(_prompts(1), params, use_tqdm=False)
+    assert stats.num_steps == 4  # the prompt and its first token, then three runs of eight
+    ids = output.outputs[0].token_ids
+    assert ids == llm.generate(_prompts(1), params, use_tqdm=False)[0].outputs[0].token_ids
+
+    stop = dataclasses.replace(params, stop_token_ids=[ids[3]])
+    (output,) = many.generate(_prompts(1), stop, use_tqdm=False)
+    assert output.outputs[0].token_ids == ids[: ids.index(ids[3]) + 1]
+    # The device stopped with the row: the slot's position shows how far it ran.
+    ran = int(np.asarray(many.core.runner.state.computed).max())
+    prompt = len(_prompts(1)[0]["prompt_token_ids"])
+    assert ran <= prompt + 24
+    many.core.check_integrity()
