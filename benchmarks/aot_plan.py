@@ -196,7 +196,8 @@ class Compiler:
                 raise
             problem = " ".join(text.split())[:300]
             return Report(shape, time.perf_counter() - start, problem)
-        memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
+        memory: Any = compiled.memory_analysis()
+        cost = compiled.cost_analysis() or {}
         return Report(
             shape,
             time.perf_counter() - start,

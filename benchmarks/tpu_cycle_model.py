@@ -24,9 +24,8 @@ def _later_page_loops(runs: dict[str, int]) -> tuple[int, int]:
 
 def decode_runs(kv_lens: Sequence[int], page_size: int, pages_per_block: int) -> dict[str, int]:
     """How often each part of the decode kernel runs, without a sliding window."""
-    runs = dict.fromkeys(
-        ("rows", "blocks", "pages", "first_pages", "page_groups", "page_rest"), 0
-    ) | dict.fromkeys(("partial", "partial_pages", "whole", "chunks"), 0)
+    names = "rows blocks pages first_pages page_groups page_rest partial partial_pages whole chunks"
+    runs: dict[str, int] = dict.fromkeys(names.split(), 0)
     block_tokens = page_size * pages_per_block
     chunk = max(128, page_size)
     for kv_len in (n for n in kv_lens if n):
@@ -79,9 +78,8 @@ def prefill_runs(
     head_blocks: int,
 ) -> dict[str, int]:
     """How often each part of the prefill kernel runs, without a sliding window."""
-    runs = dict.fromkeys(
-        ("items", "blocks", "pages", "page_groups", "page_rest", "partial", "partial_pages"), 0
-    ) | dict.fromkeys(("key_steps", "plain", "masked"), 0)
+    names = "items blocks pages page_groups page_rest partial partial_pages key_steps plain masked"
+    runs: dict[str, int] = dict.fromkeys(names.split(), 0)
     tokens = sum(q_len for q_len, _ in rows)
     tiles = -(-tokens // tile_tokens)
     block_tokens, end, first_pages = page_size * pages_per_block, 0, 0

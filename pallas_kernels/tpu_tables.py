@@ -33,7 +33,8 @@ class Blocks:
     Attributes:
       decode_bytes: bytes of one of the two page buffers of the decode kernel.
       decode_keys: most tokens of such a buffer.
-      tile_rows: query rows (tokens times query heads of a KV head) of a prefill tile.
+      tile_rows: query rows (tokens times query heads of a KV head) of a prefill tile, at 128
+        lanes; wider heads take proportionally fewer.
       step_rows, step_keys: size of one product of the prefill kernel.
       prefill_keys: tokens of one page buffer of the prefill kernel.
       prefill_heads: KV heads per grid step of the prefill kernel.
@@ -56,10 +57,11 @@ SMEM_BYTES = MIB
 # (chip, "bf16" or "f32" operands) -> sizes. Float32 operands take several passes of the MXU and
 # twice the registers.
 _BUILT_IN: dict[tuple[str, str], Blocks] = {
-    ("v5e", "bf16"): Blocks(),
-    ("v5p", "bf16"): Blocks(),
-    ("v6e", "bf16"): Blocks(),
-    ("7x", "bf16"): Blocks(),
+    # A tile of 16384 rows and its state take 40 MiB of VMEM, one of 8192 half of that.
+    ("v5e", "bf16"): Blocks(tile_rows=16384),
+    ("v5p", "bf16"): Blocks(tile_rows=8192),
+    ("v6e", "bf16"): Blocks(tile_rows=16384),
+    ("7x", "bf16"): Blocks(tile_rows=8192),
 }
 _DEFAULT = {"bf16": Blocks(), "f32": Blocks(step_rows=128, step_keys=128, decode_keys=128)}
 
@@ -145,7 +147,8 @@ def prefill_blocks(
     heads = blocks.prefill_heads
     while spec.num_kv_heads % heads:
         heads -= 1
-    steps = max(blocks.tile_rows // (step_tokens * q_per_kv), 1)
+    tile_rows = blocks.tile_rows * LANES // layout.lanes
+    steps = max(tile_rows // (step_tokens * q_per_kv), 1)
     steps = min(steps, -(-num_tokens // step_tokens))
     return PrefillBlocks(
         tile_tokens=steps * step_tokens,

@@ -169,7 +169,7 @@ class KernelSuite:
         self.check(case)
 
     @settings(
-        max_examples=20,
+        max_examples=12,
         deadline=None,
         derandomize=True,
         suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
