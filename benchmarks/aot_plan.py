@@ -22,7 +22,8 @@ from engine.step import StepConfig, make_step
 from models.config import ModelConfig, RopeScaling
 from models.hf_config import config_from_fields
 from models.transformer import Transformer
-from pallas_kernels import KVCacheSpec, tensor_parallel, tpu
+from pallas_kernels import KVCacheSpec, tensor_parallel, tpu, tpu_tables
+from pallas_kernels.tpu_layout import head_groups, layout_of
 
 GIB = 2**30
 _WHOLE = P()
@@ -169,6 +170,27 @@ class Compiler:
         """Of one block over all layers, on one device."""
         return tpu.kv_page_bytes(self.spec) * self.plan.config.num_layers // self.mesh.size
 
+    def kernel_vmem(self, shape: StepShape) -> tuple[int, int]:
+        """(VMEM bytes of the attention kernel that takes most, limit) on one device."""
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+            chip = tpu_tables.current_chip()
+        heads = self.spec.num_kv_heads // self.mesh.size
+        layout = layout_of(dataclasses.replace(self.spec, num_kv_heads=heads))
+        q_heads = self.plan.config.num_heads // self.mesh.size
+        groups, blocks = head_groups(q_heads, heads), tpu_tables.blocks_for(chip, "bf16")
+        used = tpu_tables.decode_vmem_bytes(
+            blocks, layout, groups, rows=shape.num_rows, q_itemsize=2
+        )
+        if not shape.decode:
+            sizes = tpu_tables.prefill_blocks(
+                blocks, layout, num_tokens=shape.num_tokens, q_per_kv=groups.q_per_kv
+            )
+            prefill = tpu_tables.prefill_vmem_bytes(
+                sizes, layout, q_per_kv=groups.q_per_kv, q_itemsize=2
+            )
+            used = max(used, prefill)
+        return used, tpu_tables.vmem_limit(chip)
+
     def compile(self, shape: StepShape) -> Report:
         """Compiles one bucket; a program that does not fit is a report, not an error."""
         plan = self.plan
@@ -265,7 +287,8 @@ def describe(
     largest = 0
     for shape in shapes:
         report = compiler.compile(shape)
-        yield "  " + str(report)
+        vmem, limit = compiler.kernel_vmem(shape)
+        yield f"  {report}, VMEM of attention {vmem / 2**20:.0f} of {limit / 2**20:.0f} MiB"
         if report.problem:
             return
         largest = max(largest, report.temporaries)

@@ -24,8 +24,6 @@ from pallas_kernels.tpu_prefill import prefill_attention
 from pallas_kernels.tpu_softmax import Scoring
 from pallas_kernels.tpu_write import granules_of, write_granules
 
-_DECODE_ROWS = 128  # rows whose queries and outputs are in VMEM at once
-
 # Which dimension counts heads, for `tensor_parallel`.
 _HEAD_POSITION = {"q": 1, "k": 1, "v": 1, "pages": 1, "k_scale": 0, "v_scale": 0, "sinks": 0}
 
@@ -275,7 +273,7 @@ class _Call:
         rows, q_heads, _ = q.shape
         heads = self.layout.spec.num_kv_heads
         groups = head_groups(q_heads, heads)
-        step = min(_DECODE_ROWS, rows)
+        step = tpu_tables.decode_rows(self.layout, groups, rows=rows, q_itemsize=q.dtype.itemsize)
         padding = -rows % step
         grouped = pad_queries(q, heads, groups.q_per_kv, self.layout.lanes)
         grouped = grouped.reshape(rows, groups.count, groups.rows, self.layout.lanes)

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu_layout import LANES, Layout
+from pallas_kernels.tpu_layout import LANES, HeadGroups, Layout
 from pallas_kernels.tpu_prefill import PrefillBlocks
 
 MIB = 2**20
@@ -53,6 +53,7 @@ class Blocks:
 _VMEM_BYTES = {"v5e": 128 * MIB, "v5p": 64 * MIB, "v6e": 128 * MIB, "7x": 64 * MIB}
 DEFAULT_CHIP = "v5p"  # the least VMEM of those known
 SMEM_BYTES = MIB
+_DECODE_ROWS = 128
 
 # (chip, "bf16" or "f32" operands) -> sizes. Float32 operands take several passes of the MXU and
 # twice the registers.
@@ -94,8 +95,8 @@ def current_chip() -> str:
 
 
 def vmem_limit(chip: str) -> int:
-    """Bytes of VMEM a kernel may use: half a core's, which leaves room for XLA's own buffers."""
-    return _VMEM_BYTES[chip] // 2
+    """Bytes of VMEM a kernel may use; the rest is for XLA's own buffers."""
+    return max(_VMEM_BYTES[chip] // 2, 48 * MIB)
 
 
 @functools.cache
@@ -133,6 +134,12 @@ def decode_pages(blocks: Blocks, layout: Layout) -> int:
     return max(tokens // chunk, 1) * chunk // spec.page_size
 
 
+def decode_rows(layout: Layout, groups: HeadGroups, *, rows: int, q_itemsize: int) -> int:
+    """Rows whose queries and outputs are in VMEM at once, two of each: at most 8 MiB."""
+    row = 4 * groups.count * groups.rows * layout.lanes * q_itemsize
+    return max(min(rows, _DECODE_ROWS, 8 * MIB // row), 1)
+
+
 def prefill_blocks(
     blocks: Blocks, layout: Layout, *, num_tokens: int, q_per_kv: int
 ) -> PrefillBlocks:
@@ -157,3 +164,26 @@ def prefill_blocks(
         pages_per_block=keys // spec.page_size,
         heads=heads,
     )
+
+
+def decode_vmem_bytes(
+    blocks: Blocks, layout: Layout, groups: HeadGroups, *, rows: int, q_itemsize: int
+) -> int:
+    """VMEM of the decode kernel: two page buffers, queries and outputs (two each), softmax state."""
+    spec, lanes = layout.spec, layout.lanes
+    page = spec.num_kv_heads * layout.parts * spec.page_size * lanes * np.dtype(spec.dtype).itemsize
+    heads = groups.count * groups.rows
+    rows = decode_rows(layout, groups, rows=rows, q_itemsize=q_itemsize)
+    activations = 4 * rows * heads * lanes * q_itemsize
+    return 2 * decode_pages(blocks, layout) * page + activations + heads * (2 * LANES + lanes) * 4
+
+
+def prefill_vmem_bytes(
+    sizes: PrefillBlocks, layout: Layout, *, q_per_kv: int, q_itemsize: int
+) -> int:
+    """VMEM of the prefill kernel: two page buffers, queries and outputs (two each), softmax state."""
+    spec, lanes = layout.spec, layout.lanes
+    page = sizes.heads * layout.parts * spec.page_size * lanes * np.dtype(spec.dtype).itemsize
+    rows = sizes.heads * sizes.tile_tokens * q_per_kv
+    activations = 4 * rows * lanes * q_itemsize
+    return 2 * sizes.pages_per_block * page + activations + rows * (2 * LANES + lanes) * 4

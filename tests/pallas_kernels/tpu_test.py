@@ -80,6 +80,23 @@ def attend(case: Case):
     return TestTpu().attend(case)
 
 
+@pytest.mark.parametrize("window", [None, 140])
+def test_many_grid_steps_tiles_and_blocks(monkeypatch, window) -> None:
+    """Sizes so small that every loop and every hand-over between buffers is taken."""
+    monkeypatch.setattr(tpu_tables, "_DECODE_ROWS", 2)
+    blocks = tpu_tables.Blocks(
+        decode_keys=128, tile_rows=64, step_rows=32, step_keys=128, prefill_keys=128
+    )
+    rows = [(1, 300), (1, 20), (1, 129), (1, 128), (1, 1), (50, 290), (20, 20), (30, 150)]
+    case = make_case(rows, sliding_window=window)
+
+    class Small(KernelSuite):
+        kernels = SimpleNamespace(**{**vars(tpu), "attend": interpreted(tpu.attend)})
+
+    with tpu_tables.use_blocks(blocks):
+        Small().check(case)
+
+
 def test_batch_invariant_output_has_the_same_bits_however_the_row_is_cut() -> None:
     whole = make_case([(1, 9), (24, 40)], batch_invariant=True, sliding_window=30)
     out, pages = attend(whole)
