@@ -45,6 +45,8 @@ def field_kinds(settings: type) -> dict[str, type]:
         options = [o for o in typing.get_args(hint) if o is not type(None)] or [hint]
         if typing.get_origin(hint) is tuple:
             kinds[name] = tuple
+        elif any(typing.get_origin(o) is typing.Literal or isinstance(o, str) for o in options):
+            kinds[name] = str  # one of a few words
         else:  # a number or a word is written as a word
             kinds[name] = str if str in options or len(options) > 1 else options[0]
     return kinds

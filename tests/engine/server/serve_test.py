@@ -161,7 +161,7 @@ def test_a_second_signal_is_meant(start):
 
 
 def test_a_failing_engine_ends_the_process(start):
-    process = start(fail_after=3.0)
+    process = start(core={"step_seconds": 0.05}, fail_after=3.0)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         streams = [pool.submit(process.stream) for _ in range(3)]
         for stream in streams:
