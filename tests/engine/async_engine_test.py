@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 
 import pytest
 
@@ -105,6 +106,12 @@ def test_a_slow_reader_gets_everything_in_one_piece(run):
 def test_wake_ups_do_not_pile_up(run):
     """While the loop is busy the engine adds nothing to it but one wake-up."""
 
+    may_go_on = threading.Event()
+
+    def rule(*_):
+        assert may_go_on.wait(10)
+        return A
+
     async def test(engine, core):
         stream = await engine.add_request("r", None, [A], LONG)
         loop = asyncio.get_running_loop()
@@ -112,6 +119,7 @@ def test_wake_ups_do_not_pile_up(run):
         real = loop.call_soon_threadsafe
         loop.call_soon_threadsafe = lambda *a: (calls.append(a), real(*a))[1]
         steps = core.num_steps
+        may_go_on.set()
         while core.has_unfinished():  # blocks the loop on purpose
             pass
         loop.call_soon_threadsafe = real
@@ -120,7 +128,7 @@ def test_wake_ups_do_not_pile_up(run):
         assert len(engine._to_wake) <= 1
         await _read(stream)
 
-    run(test)
+    run(test, FakeCore(rule=rule))
 
 
 def test_closing_a_stream_frees_its_blocks(run):
