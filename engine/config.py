@@ -42,7 +42,8 @@ class EngineConfig:
       scheduling_policy, long_prefill_token_threshold, max_num_queued_reqs,
       max_preemptions_per_request: see scheduler.SchedulerConfig.
       async_scheduling: dispatch a step before the last one's tokens are read.
-      max_decode_steps: most decode steps in one dispatch when nothing waits.
+      max_decode_steps: most decode steps in one dispatch when nothing waits; the engine takes
+        fewer where they would take longer than 20 ms.
       batch_invariant: logits do not depend on batch mates, chunking or preemption, bit by bit.
       attention_implementation: name of the kernel; None chooses by platform.
       cpu_kernels: on CPU, "native" are C++ kernels compiled on first use, "xla" is plain JAX,
@@ -75,7 +76,7 @@ class EngineConfig:
     max_num_queued_reqs: int | None = None
     max_preemptions_per_request: int | None = None
     async_scheduling: bool = True
-    max_decode_steps: int = 1
+    max_decode_steps: int = 8
     batch_invariant: bool = False
     attention_implementation: str | None = None
     cpu_kernels: Literal["auto", "xla", "native"] = "auto"

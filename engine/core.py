@@ -34,6 +34,10 @@ from scheduler import Request, RequestStatus, Scheduler, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
+# A run of decode steps is planned to take at most this long, so that who arrives during one hardly
+# waits: slow devices run single steps, fast ones as many as hide the host's work.
+_DECODE_RUN_S = 0.02
+
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Active:
@@ -123,6 +127,7 @@ class EngineCore:
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self._depth = self.scheduler.config.overlap_depth
         self._last_read = 0.0
+        self._decode_step_s = 0.0  # of recent decode steps; 0 while there were none
         self._seeds = np.random.default_rng(config.seed)
         self._device = device
         self._implementation = implementation
@@ -246,10 +251,8 @@ class EngineCore:
     def step(self) -> list[TokenOutput]:
         """Plans and dispatches one step, and reads the one that is due. May return nothing."""
         outputs: list[TokenOutput] = []
-        # A run of several steps reports no log-probabilities, so while they are wanted it is one.
-        most = 1 if self._num_with_logprobs else self.config.max_decode_steps
-        plan = self.scheduler.schedule(most)
-        self._log_preemptions(plan)
+        plan = self.scheduler.schedule(self._max_steps())
+        self._report_preemptions(plan)
         outputs += self._ended_without_token(plan)
         if len(plan.slots):
             handle = self.runner.dispatch(plan, self._joins(plan))
@@ -257,6 +260,12 @@ class EngineCore:
         if self._in_flight and (len(self._in_flight) > self._depth or not len(plan.slots)):
             outputs += self._read(self._in_flight.popleft())
         return outputs
+
+    def _max_steps(self) -> int:
+        """Decode steps that may run in a row now."""
+        if self._num_with_logprobs or not self._decode_step_s:
+            return 1  # a run reports no log-probabilities; its length needs a measured step
+        return max(1, min(self.config.max_decode_steps, int(_DECODE_RUN_S / self._decode_step_s)))
 
     def _joins(self, plan: SchedulerOutput) -> list[Join]:
         joins = []
@@ -285,30 +294,43 @@ class EngineCore:
         begun = max(step.dispatched, self._last_read)
         self._last_read = now
         decodes = plan.num_decodes
+        step_s = (now - begun) / plan.num_steps
+        if plan.total_num_tokens == decodes:
+            # Follows the fastest recent step: a slow one may have been compiled or held up.
+            mean = 0.75 * self._decode_step_s + 0.25 * step_s
+            self._decode_step_s = min(mean, step_s) if self._decode_step_s else step_s
         self.scheduler.observe_step(
-            now - begun,
+            step_s,
             num_prefill_tokens=plan.total_num_tokens - decodes,
             num_decodes=decodes,
             context_tokens=int(plan.start.sum()) + plan.total_num_tokens,
         )
         result = self.scheduler.update(plan, tokens)
         logprobs = step.handle.logprobs()
-        outputs = []
-        # Python per row is the host's largest cost: plain ints, and metrics only when they change.
+        ended = {request.request_id for request in result.finished}
+        actives = self._active
+        outputs: list[TokenOutput] = []
+        # Python per row is the host's largest cost: plain ints, and all that is rare set aside.
         rows = zip(result.requests.tolist(), result.tokens.tolist(), result.rows.tolist())
         last_row = -1
         for request, token, row in rows:
             if row == last_row:  # one more of a run of steps; its output is there already
                 outputs[-1].token_ids.append(token)
                 continue
-            active = self._active.get(request.request_id)
+            request_id = request.request_id
+            active = actives.get(request_id)
             if active is None or active.request is not request:
                 continue
             last_row = row
             if active.first_token_time is None:
                 active.first_token_time = now
                 active.metrics = _metrics(active)
-            outputs.append(self._output(active, [token], logprobs, row))
+            if logprobs is None and request_id not in ended:
+                outputs.append(
+                    TokenOutput(request_id, [token], None, None, None, active.metrics, None)
+                )
+            else:
+                outputs.append(self._output(active, [token], logprobs, row))
         return outputs
 
     def _ended_without_token(self, plan: SchedulerOutput) -> list[TokenOutput]:
@@ -326,8 +348,6 @@ class EngineCore:
         reported = None
         if logprobs is not None and active.params.logprobs is not None and tokens:
             reported = [_logprobs(logprobs, row, tokens[0], active.params.logprobs)]
-        if request.num_preemptions != active.metrics.num_preemptions:
-            active.metrics = _metrics(active)
         finish_reason = stop_reason = None
         if request.status >= RequestStatus.FINISHED_STOPPED:
             self._forget(request.request_id)
@@ -348,8 +368,10 @@ class EngineCore:
         """The stop id the user named; ending by end-of-sequence has no reason to report."""
         return None if request.stop_reason in self._eos_ids else request.stop_reason
 
-    def _log_preemptions(self, plan: SchedulerOutput) -> None:
+    def _report_preemptions(self, plan: SchedulerOutput) -> None:
         for p in plan.preemptions:
+            if (active := self._active.get(p.request.request_id)) is not None:
+                active.metrics = _metrics(active)
             logger.info(
                 "preempted request=%s cause=%s reason=%s blocks_freed=%d tokens_to_recompute=%d "
                 "num_preemptions=%d",

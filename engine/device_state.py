@@ -240,7 +240,7 @@ def pack_step(
     shape: StepShape,
     *,
     padding_slot: int,
-    need: Need,
+    need: int,
     slots: NDArray[np.int32],
     num_tokens: NDArray[np.int32],
     samples: NDArray[np.bool_],
@@ -260,10 +260,12 @@ def pack_step(
     packed = np.zeros(shape.input_size, np.int32)
     n, u = len(slots), updates.shape[1]
     packed[:NUM_HEADER] = n, need, num_decodes, num_steps
-    table = packed[NUM_HEADER : NUM_HEADER + 3 * shape.max_updates].reshape(3, -1)
-    table[0] = padding_slot
-    table[:, :u] = updates
-    rows = packed[NUM_HEADER + 3 * shape.max_updates :]
+    most = shape.max_updates
+    if u:
+        table = packed[NUM_HEADER : NUM_HEADER + 3 * most].reshape(3, -1)
+        table[:, :u] = updates
+    packed[NUM_HEADER + u : NUM_HEADER + most] = padding_slot
+    rows = packed[NUM_HEADER + 3 * most :]
     rows[: shape.num_rows] = padding_slot
     rows[:n] = slots
     if not shape.decode:
@@ -281,8 +283,12 @@ def unpack_step(shape: StepShape, packed: Int32[Array, " N"]) -> StepInput:
     else:
         lengths = rows[shape.num_rows :]
         num_tokens, samples = lengths // 2, (lengths & 1).astype(bool)
+    num_rows, need, num_decodes, num_steps = header
     return StepInput(
-        *(header[i] for i in range(NUM_HEADER)),
+        num_rows,
+        need,
+        num_decodes,
+        num_steps,
         updates.reshape(3, -1),
         slots,
         num_tokens,

@@ -66,16 +66,22 @@ class FetchedLogprobs:
     top_ids: NDArray[np.int32]
 
 
+_NO_UPDATES = np.zeros((3, 0), np.int32)
+
+
 class StepHandle:
     """A dispatched step whose tokens may not be there yet."""
 
-    def __init__(self, output: StepOutput, num_rows: int, num_steps: int, need: Need):
+    def __init__(
+        self, output: StepOutput, num_rows: int, num_steps: int, need: int, *, on_host: bool
+    ):
         self._output = output
         self._num_steps = num_steps
         self._num_rows = num_rows
         self._has_logprobs = bool(need & Need.LOGPROBS)
-        # Starts the copy to the host as soon as the step ends, before anybody waits for it.
-        output.tokens.copy_to_host_async()
+        if not on_host:
+            # Starts the copy as soon as the step ends, before anybody waits for it.
+            output.tokens.copy_to_host_async()
 
     def tokens(self) -> NDArray[np.int32]:
         """Waits for the step. int32 [num_rows], or [num_rows, num_steps] of several in a row."""
@@ -118,6 +124,7 @@ class ModelRunner:
         ]
         self._state = init_state(num_slots, max_model_len, max_blocks)
         self._need = np.zeros(num_slots + 1, np.int32)
+        self._on_host = next(iter(self._state.computed.devices())).platform == "cpu"
         self._compiled: dict[StepShape | str, Any] = {}
 
     # Compilation ------------------------------------------------------------------------------
@@ -177,7 +184,7 @@ class ModelRunner:
             num_tokens=empty,
             samples=np.zeros(0, bool),
             num_decodes=0,
-            updates=np.zeros((3, 0), np.int32),
+            updates=_NO_UPDATES,
         )
         jax.block_until_ready(self._run(shape, packed).tokens)
 
@@ -229,9 +236,11 @@ class ModelRunner:
         shape = self.buckets.select(
             num_rows=n, num_tokens=plan.total_num_tokens, num_decodes=plan.num_decodes
         )
-        updates = np.stack([plan.new_block_slots, plan.new_block_index, plan.new_block_ids])
-        updates = self._apply_bulk(updates, shape.max_updates)
-        need = Need(int(np.bitwise_or.reduce(self._need[plan.slots])))
+        updates = _NO_UPDATES
+        if len(plan.new_block_ids):
+            updates = np.stack([plan.new_block_slots, plan.new_block_index, plan.new_block_ids])
+            updates = self._apply_bulk(updates, shape.max_updates)
+        need = int(np.bitwise_or.reduce(self._need[plan.slots]))
         packed = pack_step(
             shape,
             padding_slot=self._num_slots,
@@ -243,7 +252,8 @@ class ModelRunner:
             updates=updates,
             num_steps=plan.num_steps,
         )
-        return StepHandle(self._run(shape, packed), n, plan.num_steps, need)
+        output = self._run(shape, packed)
+        return StepHandle(output, n, plan.num_steps, need, on_host=self._on_host)
 
     def _apply_bulk(self, updates: NDArray[np.int32], most: int) -> NDArray[np.int32]:
         """Sends block updates beyond `most` ahead of the step; returns the rest."""

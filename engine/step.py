@@ -69,12 +69,21 @@ def make_step(graphdef: Any, treedef: Any, config: StepConfig, shape: StepShape)
     def step(
         leaves: Sequence[Array], kv_pages: list[KVPages], state: DeviceState, packed: Array
     ) -> tuple[list[KVPages], DeviceState, StepOutput]:
-        model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+        def model(leaves: Sequence[Array]) -> Any:
+            return nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+
         rows = unpack_step(shape, packed)
         state = apply_updates(state, rows.updates)
-        if shape.decode and config.max_decode_steps > 1:
-            return _run_many(model, config, shape, rows, kv_pages, state)
-        return _run_once(model, config, shape, rows, kv_pages, state)
+        if not shape.decode or config.max_decode_steps == 1:
+            return _run_once(model(leaves), config, shape, rows, kv_pages, state)
+
+        def run(step: Array, kv_pages: list[KVPages], state: DeviceState) -> Any:
+            # Ties the weights to the loop's counter: else the compiler computes ahead of the loop
+            # what depends on weights alone, for example a float32 copy of the embedding.
+            tied, _ = jax.lax.optimization_barrier((leaves, step))
+            return _run_once(model(tied), config, shape, rows, kv_pages, state)
+
+        return _run_many(run, config, shape, rows, kv_pages, state)
 
     return step
 
@@ -119,7 +128,7 @@ def _run_once(
 
 
 def _run_many(
-    model: Any,
+    run_once: Callable[[Array, list[KVPages], DeviceState], Any],
     config: StepConfig,
     shape: StepShape,
     rows: StepInput,
@@ -140,7 +149,7 @@ def _run_many(
 
     def run(carry: Any) -> Any:
         step, stopped, tokens, kv_pages, state, _ = carry
-        kv_pages, state, output = _run_once(model, config, shape, rows, kv_pages, state)
+        kv_pages, state, output = run_once(step, kv_pages, state)
         stopped |= jnp.any(output.tokens[:, None] == stop_ids, axis=1)
         tokens = tokens.at[step].set(output.tokens)
         return step + 1, stopped, tokens, kv_pages, state, output.logprobs

@@ -54,8 +54,14 @@ def unpack(
 def columns(
     packed: Shaped[Array, "panels K_over_P 32 P"], indices: Int32[Array, " T"]
 ) -> Shaped[Array, "T K"]:
-    """Columns `indices` of the weight as rows, for tied embeddings."""
-    taken = packed.at[indices // PANEL, :, indices % PANEL].get(mode="promise_in_bounds")
+    """Columns `indices` of the weight as rows, for tied embeddings.
+
+    Gathers bits: XLA:CPU gathers bfloat16 by way of float32, and a loop over steps would convert
+    the whole weight ahead of it.
+    """
+    bits = jax.lax.bitcast_convert_type(packed, f"uint{8 * packed.dtype.itemsize}")
+    taken = bits.at[indices // PANEL, :, indices % PANEL].get(mode="promise_in_bounds")
+    taken = jax.lax.bitcast_convert_type(taken, packed.dtype)
     return taken.reshape(indices.shape[0], -1)
 
 

@@ -64,19 +64,20 @@ def schedule_running(state: SchedulerState, plan: StepPlan) -> None:
 
 
 def extend_decodes(state: SchedulerState, plan: StepPlan, max_steps: int) -> int:
-    """Turns a plan of decodes alone into one of `max_steps` steps in a row, if nothing is lost.
+    """Turns a plan of decodes alone into one of several steps in a row, if nothing is lost.
 
     That is: nobody waits, no row can pass its length limit meanwhile, and the blocks lie above
-    the watermark. Returns the steps planned, max_steps or 1.
+    the watermark. Returns the steps planned, 1 to `max_steps`.
     """
     rows = plan.slots
     if not 0 < len(rows) == plan.num_decodes == state.num_running == len(state.requests):
         return 1
     slots, block_size = state.slots, state.config.block_size
-    more = max_steps - 1
     # The plan has granted one token, which num_computed counts and num_expected does not yet.
-    if (slots.num_expected[rows] + max_steps > slots.max_total[rows]).any():
+    num_steps = min(max_steps, int((slots.max_total[rows] - slots.num_expected[rows]).min()))
+    if num_steps <= 1:
         return 1
+    more = num_steps - 1
     needed = -(-(slots.num_computed[rows] + more) // block_size) - state.num_blocks_held[rows]
     growing = np.flatnonzero(needed > 0)
     spare = state.pool.num_free - state.config.watermark_blocks
@@ -88,7 +89,7 @@ def extend_decodes(state: SchedulerState, plan: StepPlan, max_steps: int) -> int
         plan.new_blocks = NewBlocks(*both)
     slots.num_computed[rows] += more
     slots.num_expected[rows] += more
-    return max_steps
+    return num_steps
 
 
 def _within_budget(wanted: NDArray[np.int32], budget: int) -> NDArray[np.int32]:

@@ -226,13 +226,15 @@ def test_summary_says_what_was_sized(llm):
     assert "max_num_seqs 8" in summary
 
 
-def test_a_run_of_steps_is_one_dispatch_and_ends_early(tiny_settings, llm):
+def test_a_run_of_steps_is_one_dispatch_and_ends_early(tiny_settings, llm, monkeypatch):
+    monkeypatch.setattr("engine.core._DECODE_RUN_S", 1e6)  # as long as the setting allows
     settings = {**tiny_settings, "max_decode_steps": 8, "async_scheduling": False, "warmup": False}
     many = LLM(**settings, progress=False)
     stats = many.core.scheduler.stats
     params = dataclasses.replace(GREEDY, max_tokens=25)
     (output,) = many.generate(_prompts(1), params, use_tqdm=False)
-    assert stats.num_steps == 4  # the prompt and its first token, then three runs of eight
+    # The prompt and its first token, one step to measure, two runs of eight, and one of seven.
+    assert stats.num_steps == 5
     ids = output.outputs[0].token_ids
     assert ids == llm.generate(_prompts(1), params, use_tqdm=False)[0].outputs[0].token_ids
 

@@ -291,12 +291,23 @@ def test_results_of_several_steps_are_in_order(make_driver):
     assert a.num_output_tokens == 50
 
 
+def test_a_run_of_steps_ends_at_the_nearest_length_limit(make_driver):
+    driver = make_driver(num_blocks=20, max_num_seqs=2, max_num_batched_tokens=16)
+    driver.add("a", 6, max_tokens=4)
+    driver.add("b", 6, max_tokens=9)
+    driver.step()
+    assert driver.schedule(max_steps=8).num_steps == 3
+    driver.update()
+    assert driver.scheduler.num_running == 1
+    driver.scheduler.check_integrity()
+
+
 @pytest.mark.parametrize("reason", ["waiting", "prefill", "limit", "watermark"])
 def test_several_steps_are_not_planned_when_something_could_be_lost(make_driver, reason):
     driver = make_driver(
         num_blocks=9, max_num_seqs=2, max_num_batched_tokens=8, watermark=0.25, max_model_len=32
     )
-    driver.add("a", 6, max_tokens=4 if reason == "limit" else 20)
+    driver.add("a", 6, max_tokens=2 if reason == "limit" else 20)
     driver.step()
     if reason == "waiting":
         driver.add("b", 1)
