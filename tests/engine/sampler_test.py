@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.device_state import Need, pack_params, unpack_params
-from engine.sampler import _truncate, sample
+from engine.sampler import _truncate, argmax, sample
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 
 VOCAB = 300
@@ -56,6 +56,16 @@ def _expected_weights(logits, temperature, top_k, top_p, min_p):
         weights[weights < weights[order[min(last, VOCAB - 1)]]] = 0
     weights[weights < min_p] = 0
     return weights
+
+
+@pytest.mark.parametrize("vocab", [1, 127, 128, 300, 49152])
+def test_argmax_is_that_of_numpy(vocab):
+    rng = np.random.default_rng(vocab)
+    # Few distinct values: ties within blocks and between them.
+    logits = rng.integers(-3, 3, (9, vocab)).astype(np.float32)
+    logits[0] = -np.inf
+    logits[1, rng.integers(vocab)] = np.inf
+    np.testing.assert_array_equal(argmax(jnp.asarray(logits)), np.argmax(logits, axis=-1))
 
 
 def test_greedy_takes_the_first_largest():
