@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.tpu_topology import device_mesh, topology_devices
+from engine.config import EngineConfig
 from engine.device_state import StepShape, init_state
 from engine.step import StepConfig, make_step
 from models.config import ModelConfig, RopeScaling
@@ -199,7 +200,8 @@ class Compiler:
         page = jax.eval_shape(lambda: tpu.init_kv_pages(self.spec))
         pages = [self._abstract(page, P(None, "tp"))] * plan.config.num_layers
         packed = self._abstract(jax.ShapeDtypeStruct((shape.input_size,), jnp.int32))
-        step = make_step(self._graphdef, self._treedef, StepConfig(self.spec, "tpu"), shape)
+        settings = StepConfig(self.spec, "tpu", max_decode_steps=EngineConfig().max_decode_steps)
+        step = make_step(self._graphdef, self._treedef, settings, shape)
         start = time.perf_counter()
         try:
             with (
