@@ -104,7 +104,7 @@ def compile_attend(shape: Shape, capability: int, dump: Path | None = None) -> A
     mesh = mesh_for(capability)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
-    def array(dims: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    def array(dims: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
 
     spec, rows, tokens = shape.spec, shape.rows, shape.tokens
@@ -264,7 +264,9 @@ def main(argv: list[str]) -> int:
     """Prints a Markdown table; arguments: compute capabilities (default 80 90), then name parts."""
     capabilities = [int(arg) for arg in argv if arg.isdigit()] or [80, 90]
     wanted = [arg for arg in argv if not arg.isdigit()]
-    print("| target | call | kernel | registers | spilled bytes | shared KiB | threads | programs |")
+    print(
+        "| target | call | kernel | registers | spilled bytes | shared KiB | threads | programs |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for capability in capabilities:
         for name, shape in standard_shapes().items():

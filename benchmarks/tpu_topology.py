@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import re
@@ -34,7 +35,7 @@ def topology_devices(name: str) -> list[Any]:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     shown = "x".join(map(str, shape)) if count >= math.prod(least) else _LEAST[chip]
     try:
-        import libtpu  # noqa: F401
+        importlib.import_module("libtpu")
         from jax.experimental import topologies
 
         topology = topologies.get_topology_desc(platform="tpu", topology_name=f"{chip}:{shown}")

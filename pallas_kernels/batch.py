@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 

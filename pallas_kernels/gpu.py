@@ -11,7 +11,6 @@ import contextlib
 import contextvars
 from collections.abc import Iterator
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Num
@@ -116,7 +115,14 @@ def kv_write(
     check_supported(spec)
     heads = _heads(spec, 1, k.dtype)
     return write(
-        k, v, pages, batch.slots, heads, k_scale=k_scale, v_scale=v_scale, interpret=_interpret.get()
+        k,
+        v,
+        pages,
+        batch.slots,
+        heads,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        interpret=_interpret.get(),
     )
 
 
@@ -149,7 +155,12 @@ def ragged_paged_attention(
     heads = _heads(spec, group, compute_dtype)
     scores = Scores(config.sm_scale, config.soft_cap, config.sliding_window)
     rows, pages_per_row = batch.page_indices.shape
-    options = dict(k_scale=k_scale, v_scale=v_scale, sinks=sinks, interpret=_interpret.get())
+    options = {
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "sinks": sinks,
+        "interpret": _interpret.get(),
+    }
 
     decode_only = config.max_query_len == 1 and num_tokens <= rows
     out = None

@@ -9,6 +9,7 @@ masked and the same code runs in interpret mode.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -62,13 +63,9 @@ def column_mask(heads: Heads) -> Bool[Array, "1 D"] | None:
     return columns(heads) < heads.head_dim
 
 
-def both(a: Array | None, b: Array | None, shape: tuple[int, int]) -> Array | None:
-    """The conjunction of two masks, either of which may be missing, at full shape."""
-    if a is None and b is None:
-        return None
-    if a is None or b is None:
-        return jnp.broadcast_to(b if a is None else a, shape)
-    return jnp.broadcast_to(a & b, shape)
+def both(a: Array, b: Array | None, shape: tuple[int, ...]) -> Array:
+    """The conjunction of two masks, the second of which may be missing, at full shape."""
+    return jnp.broadcast_to(a if b is None else a & b, shape)
 
 
 def load_rows(
@@ -93,13 +90,15 @@ def load_tokens(
     Masked tokens are not read: they may hold anything, NaN included.
     """
     shape = (page.shape[0], heads.head_dim_pad)
-    row_mask = None if mask is None else mask[:, None]
-    full = both(row_mask, column_mask(heads), shape)
     view = pages_ref.at[page[:, None], head, offset[:, None], columns(heads)]
-    if full is None:
-        tile = plt.load(view)
-    else:
+    masks = [
+        m for m in (None if mask is None else mask[:, None], column_mask(heads)) if m is not None
+    ]
+    if masks:
+        full = jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), shape)
         tile = plt.load(view, mask=full, other=jnp.zeros((), pages_ref.dtype))
+    else:
+        tile = plt.load(view)
     return tile.astype(heads.compute_dtype)
 
 

@@ -52,9 +52,7 @@ def _is_active(refs: dict[str, Any], row: Array, plan: _Plan) -> Array:
     return active if plan.decode_only else active & (row < refs["num_decodes"][0])
 
 
-def _span(
-    kv_len: Array, scores: Scores, plan: _Plan
-) -> tuple[Array, Array, Array]:
+def _span(kv_len: Array, scores: Scores, plan: _Plan) -> tuple[Array, Array, Array]:
     """(first block, blocks per split, splits in use) of a row's visible context, in blocks."""
     block_n = plan.tiles.block_n
     first = jnp.zeros_like(kv_len)
@@ -88,9 +86,7 @@ def _store_tokens(
     plt.store(o_ref.at[token, head, columns(heads)], out.astype(o_ref.dtype), mask=where)
     padding = (row >= refs["cu_q_lens"][rows]) & (row < tokens)
     where = jnp.broadcast_to(padding, shape) & mask
-    plt.store(
-        o_ref.at[row, head, columns(heads)], jnp.zeros(shape, o_ref.dtype), mask=where
-    )
+    plt.store(o_ref.at[row, head, columns(heads)], jnp.zeros(shape, o_ref.dtype), mask=where)
 
 
 def _decode_kernel(
@@ -200,9 +196,11 @@ def decode_attention(
     """
     rows, num_kv_heads = batch.kv_lens.shape[0], pages[0].shape[1]
     plan = _Plan(tiles, splits, decode_only=out is None)
-    shared: dict[str, Array | None] = dict(
-        cu_q_lens=batch.cu_q_lens, kv_lens=batch.kv_lens, num_decodes=batch.num_decodes
-    )
+    shared: dict[str, Array | None] = {
+        "cu_q_lens": batch.cu_q_lens,
+        "kv_lens": batch.kv_lens,
+        "num_decodes": batch.num_decodes,
+    }
     inputs: dict[str, Array | None] = dict(
         q=q,
         k_pages=pages[0],

@@ -106,9 +106,7 @@ def _prefill_kernel(
             if scores.sliding_window is not None:
                 seen &= n > position - scores.sliding_window
                 mask &= n[None, :] > q_position - scores.sliding_window
-            page = plt.load(
-                refs["page_indices"].at[row, n // heads.page_size], mask=seen, other=0
-            )
+            page = plt.load(refs["page_indices"].at[row, n // heads.page_size], mask=seen, other=0)
         else:
             page = plt.load(refs["page_indices"].at[row, n // heads.page_size])
         offset = n % heads.page_size
@@ -176,9 +174,7 @@ def prefill_attention(
         ),
         grid=(info.shape[0], pages[0].shape[1]),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        compiler_params=plt.CompilerParams(
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages
-        ),
+        compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
         name="prefill_kernel",
     )(*operands.arrays)

@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -55,7 +55,8 @@ _AMPERE: Table = {
     ("prefill", 4, 128): Tiles(32, 32, 8, 2),
     ("prefill", 4, 256): Tiles(16, 16, 8, 2),
 }
-_HOPPER: Table = _AMPERE | {
+_HOPPER: Table = {
+    **_AMPERE,
     ("prefill", 2, 64): Tiles(128, 128, 8, 3),
     ("prefill", 2, 128): Tiles(128, 64, 8, 3),
     ("prefill", 2, 256): Tiles(64, 64, 8, 2),
@@ -96,7 +97,7 @@ def override(**tiles: Tiles) -> Iterator[None]:
         _tiles.reset(token)
 
 
-def _gpu() -> jax.Device | None:
+def _gpu() -> Any:
     if jax.default_backend() != "gpu":
         return None
     return jax.local_devices(backend="gpu")[0]
@@ -112,7 +113,7 @@ def compute_capability() -> int:
 
 
 def parse_capability(text: str) -> int:
-    """"8.0" -> 80, "12.1" -> 121."""
+    """ "8.0" -> 80, "12.1" -> 121."""
     major, _, minor = text.partition(".")
     return 10 * int(major) + int(minor or 0)
 

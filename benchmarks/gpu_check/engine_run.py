@@ -6,9 +6,9 @@ import dataclasses
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -29,9 +29,7 @@ def make_llm(folder: Path, *, rehearse: bool, load_format: str = "dummy", **sett
         "warmup": False,
         "compile_cache_dir": str(out / "compile_cache"),
     }
-    return LLM(
-        model=str(folder), load_format=load_format, progress=False, **(defaults | settings)
-    )
+    return LLM(model=str(folder), load_format=load_format, progress=False, **(defaults | settings))
 
 
 def _pooled_source(base: Any) -> Any:
@@ -79,14 +77,14 @@ class TimedEngine:
             self._waited += time.perf_counter() - begun
             return tokens
 
-        runner.StepHandle.tokens = timed
+        cast(Any, runner.StepHandle).tokens = timed
 
-    def add(self, prompt: Sequence[int], output_len: int) -> None:
+    def add(self, prompt: Iterable[int], output_len: int) -> None:
         """Queues a greedy request that runs to its full length."""
         from engine import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-        self.core.add_request(f"request-{self._count}", list(prompt), params)
+        self.core.add_request(f"request-{self._count}", [int(t) for t in prompt], params)
         self._count += 1
 
     def drain(self, on_output: Any = None) -> StepTimes:

@@ -41,7 +41,9 @@ def _pytest(section: Section) -> None:
     print(done.stdout, done.stderr)
     tail = done.stdout.strip().splitlines()[-1:] or [""]
     section.put("summary", tail[0])
-    counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|error)", tail[0])}
+    counts = {
+        word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|error)", tail[0])
+    }
     section.put("counts", counts)
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     if done.returncode or not counts.get("passed"):
@@ -103,8 +105,8 @@ def _fixed_cases(section: Section) -> None:
                 case.batch,
                 case.spec,
                 case.config,
-                sinks=case.sinks,
-                **scales,
+                sinks=_host(case.sinks),
+                **{name: _host(scale) for name, scale in scales.items()},
             )
             got = np.asarray(out).astype(np.float64)
             error = float(np.abs(got - want)[: case.num_tokens].max())
@@ -114,6 +116,12 @@ def _fixed_cases(section: Section) -> None:
                 failures.append(name)
     if failures:
         section.put("failures", failures)
+
+
+def _host(array: Any) -> Any:
+    import numpy as np
+
+    return None if array is None else np.asarray(array)
 
 
 def _on_gpu() -> bool:

@@ -3,6 +3,8 @@
 The gather from pages is timed apart: an engine built this way would pay both in each step.
 """
 
+# torch and transformers are installed on the GPU machine only.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import importlib.util

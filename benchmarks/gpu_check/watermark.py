@@ -26,7 +26,9 @@ def measure(section: Section) -> None:
     blocks = 20 if rehearse else 2600
     with tempfile.TemporaryDirectory() as folder:
         model = write_model_folder(Path(folder), "qwen3", rehearse)
-        llm = engine_run.make_llm(model, rehearse=rehearse, num_kv_blocks=blocks, max_model_len=128 if rehearse else 1024)
+        llm = engine_run.make_llm(
+            model, rehearse=rehearse, num_kv_blocks=blocks, max_model_len=128 if rehearse else 1024
+        )
         engine = engine_run.TimedEngine(llm.core)
         config = llm.core.scheduler.config
         section.put("pool_blocks", blocks)
@@ -53,7 +55,7 @@ def _run(
     rng = np.random.default_rng(7)
     lengths = rng.integers(longest // 8, longest + 1, requests)
     for length in lengths:
-        engine.add(rng.integers(1, core.vocab_size, prompt), int(length))
+        engine.add(rng.integers(1, core.vocab_size, prompt).tolist(), int(length))
     ended: list[Any] = []
     first: dict[str, float] = collections.defaultdict(float)
     begun = time.perf_counter()

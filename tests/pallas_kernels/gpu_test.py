@@ -240,11 +240,7 @@ def test_kernels_lower_for_cuda_without_a_device(name) -> None:
             v_scale=case.v_scale,
             sinks=case.sinks,
         )
-    try:
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    except RuntimeError as error:
-        assert "No supported GPU devices found" in str(error)
-        pytest.skip("this jax lowers for CUDA only with its plugin")
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
     calls = [line for line in text.splitlines() if "gpu.triton" in line]
     decode_only = case.config.max_query_len == 1
     assert len(calls) == (2 if decode_only else 3)

@@ -1,0 +1,86 @@
+"""The engine's whole step for an NVIDIA GPU, lowered or compiled without one.
+
+`python -m benchmarks.gpu_aot_step [90]` compiles decode and mixed steps of Qwen3-0.6B's shape and
+prints how much memory they take beside weights and KV pages: a copy of the cache would show.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from benchmarks.gpu_check.shapes import model_fields
+from engine.device_state import StepShape, init_state
+from engine.step import StepConfig, make_step
+from models import Transformer
+from models.config import ModelConfig
+from models.hf_config import config_from_fields
+from pallas_kernels import KVCacheSpec, gpu, gpu_tables
+
+
+def abstract_step(
+    config: ModelConfig, shape: StepShape, *, num_pages: int, max_model_len: int
+) -> tuple[Any, tuple[Any, ...]]:
+    """(step, its arguments as shapes): leaves, KV pages, state, packed input."""
+    spec = KVCacheSpec(num_pages, 16, config.num_kv_heads, config.head_dim, jnp.bfloat16)
+    graphdef, params = nnx.split(Transformer.abstract(config, dtype=jnp.bfloat16))
+    leaves, treedef = jax.tree.flatten(params)
+    step = make_step(graphdef, treedef, StepConfig(spec, "gpu"), shape)
+    pages = jax.eval_shape(lambda: [gpu.init_kv_pages(spec) for _ in range(config.num_layers)])
+    state = jax.eval_shape(lambda: init_state(256, max_model_len, -(-max_model_len // 16)))
+    packed = jax.ShapeDtypeStruct((shape.input_size,), jnp.int32)
+    return step, (leaves, pages, state, packed)
+
+
+def lower_step(config: ModelConfig, shape: StepShape) -> str:
+    """The step's StableHLO for CUDA. Needs no plugin with jax 0.10; later ones need a GPU."""
+    step, arguments = abstract_step(config, shape, num_pages=64, max_model_len=256)
+    traced = jax.jit(step, donate_argnums=(1, 2)).trace(*arguments)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def compile_step(
+    config: ModelConfig, shape: StepShape, capability: int, *, num_pages: int, max_model_len: int
+) -> Any:
+    """The step compiled for a compute capability; needs the CUDA plugin."""
+    from benchmarks.gpu_aot import mesh_for
+
+    mesh = mesh_for(capability)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    step, arguments = abstract_step(config, shape, num_pages=num_pages, max_model_len=max_model_len)
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), gpu_tables.target(capability):
+        return jax.jit(step, donate_argnums=(1, 2)).lower(*arguments).compile()
+
+
+def main(argv: list[str]) -> int:
+    capability = int(argv[0]) if argv else 90
+    config = config_from_fields(model_fields("qwen3", rehearse=False), "Qwen3-0.6B")
+    print("| step | compiled in s | KV pages MiB | updated in place MiB | temporaries MiB |")
+    print("|---|---|---|---|---|")
+    for shape in (StepShape(128, 128, True), StepShape(2048, 256, False)):
+        begun = time.monotonic()
+        compiled = compile_step(config, shape, capability, num_pages=8192, max_model_len=4096)
+        memory = compiled.memory_analysis()
+        pages = 2 * 8192 * 16 * config.num_kv_heads * config.head_dim * 2 * config.num_layers
+        print(
+            f"| {'decode' if shape.decode else 'mixed'} {shape.num_tokens} "
+            f"| {time.monotonic() - begun:.1f} | {pages / 2**20:.0f} "
+            f"| {memory.alias_size_in_bytes / 2**20:.0f} "
+            f"| {memory.temp_size_in_bytes / 2**20:.0f} |",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    sys.exit(main(sys.argv[1:]))
