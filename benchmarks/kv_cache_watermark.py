@@ -22,7 +22,7 @@ from absl import app, flags
 from benchmarks import watermark_sweep
 from benchmarks.step_models import step_model_from
 from benchmarks.workloads import GENERATORS, half_load
-from scheduler.config import check_watermark
+from scheduler.config import Watermark, check_watermark
 from scheduler.workload import Workload, load_trace
 
 FLAGS = flags.FLAGS
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> None:
 
 
 def _run_simulated() -> None:
-    watermarks = [check_watermark(text) for text in FLAGS.watermarks]
+    watermarks: list[Watermark] = [check_watermark(text) for text in FLAGS.watermarks]
     model = step_model_from(FLAGS.step_times)
     results: dict[str, Any] = {}
     found = list(scenarios(FLAGS.all_workloads))

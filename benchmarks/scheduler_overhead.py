@@ -88,7 +88,8 @@ def time_prefill(prefix_caching: bool, num_steps: int) -> list[float]:
         output = scheduler.schedule()
         scheduler.update(output, np.full(16, 5, np.int32))
         elapsed = time.thread_time_ns() - start
-        assert output.total_num_tokens == 8192 and len(output.joined) == 16
+        assert output.total_num_tokens == 8192
+        assert len(output.joined) == 16
         for i in range(16):
             scheduler.abort(f"r{step}.{i}")
         scheduler.schedule()

@@ -131,7 +131,7 @@ async def _run(arguments: argparse.Namespace) -> dict[str, Any]:
             max_concurrency=arguments.max_concurrency,
             request_rate=arguments.request_rate,
             seed=arguments.seed,
-            on_done=lambda _: bar.update() and None,
+            on_done=lambda _: bar.update(),
             **settings,
         )
     report = summarize(outcomes, duration)

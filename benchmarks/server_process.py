@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -67,15 +66,20 @@ class ServerProcess:
 
     def _wait(self, timeout_s: float) -> None:
         while True:
-            with contextlib.suppress(OSError, urllib.error.URLError):
-                with urllib.request.urlopen(f"{self.base_url}/health", timeout=2) as answer:
-                    if answer.status == 200:
-                        return
+            if self._healthy():
+                return
             elapsed = time.perf_counter() - self.started
             if self._process.poll() is not None or elapsed > timeout_s:
                 tail = self._log.read_text(errors="replace").strip()[-600:]
                 raise RuntimeError(f"the server is not up after {elapsed:.0f} s: {tail}")
             time.sleep(0.02)
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.base_url}/health", timeout=2) as answer:
+                return answer.status == 200
+        except OSError:  # also urllib's own errors: refused, or a status of 503
+            return False
 
     @property
     def pid(self) -> int:

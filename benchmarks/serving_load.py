@@ -182,7 +182,7 @@ async def run_load(
     ignore_eos: bool = True,
     temperature: float = 0.0,
     timeout_s: float = 600.0,
-    on_done: Callable[[Outcome], None] | None = None,
+    on_done: Callable[[Outcome], object] | None = None,
 ) -> tuple[list[Outcome], float]:
     """Sends the requests; (outcomes in their order, seconds from first send to last token).
 

@@ -23,7 +23,7 @@ from benchmarks import watermark_sweep
 from benchmarks.request_logs import load_request_log
 from benchmarks.step_models import fit_from_metrics, save_step_model, step_model_from
 from benchmarks.workloads import GENERATORS
-from scheduler.config import check_watermark
+from scheduler.config import Watermark, check_watermark
 from scheduler.workload import Workload, load_trace, make_workload
 
 FLAGS = flags.FLAGS
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> None:
 
 
 def _run() -> None:
-    watermarks = [check_watermark(text) for text in FLAGS.watermark]
+    watermarks: list[Watermark] = [check_watermark(text) for text in FLAGS.watermark]
     if not watermarks:
         raise ValueError("--watermark names no setting")
     workload = _workload()

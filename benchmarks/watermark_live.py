@@ -231,7 +231,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                      "range_ratio", "num_kv_blocks", "seed", "flags")
     }  # fmt: skip
     try:
-        watermarks = [check_watermark(text) for text in arguments.watermarks.split(",")]
+        watermarks: list[Watermark] = [
+            check_watermark(text) for text in arguments.watermarks.split(",")
+        ]
         rows = run_live_sweep(
             watermarks, say=lambda text: print(text, file=sys.stderr, flush=True), **settings
         )

@@ -3,10 +3,9 @@
 As its own batched benchmark does, every decode call takes one token of each sequence.
 """
 
-# The engine is installed in another environment only.
-# pyright: reportMissingImports=false
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,9 +16,9 @@ class Engine:
     """A context with room for all sequences."""
 
     def __init__(self, settings: dict[str, Any]):
-        import llama_cpp
-
-        self._api = api = llama_cpp
+        # Installed in another environment only; all names of its C interface are at the top.
+        self._api: Any = importlib.import_module("llama_cpp")
+        api = self._api
         api.llama_backend_init()
         path = settings["gguf"].encode()
         self._model = api.llama_model_load_from_file(path, api.llama_model_default_params())
