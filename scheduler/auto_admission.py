@@ -24,7 +24,7 @@ from scheduler.step_time import StepTimeLearner, StepTimeModel
 if TYPE_CHECKING:
     from scheduler.scheduler import Scheduler
 
-_PROJECTION_POINTS = 48
+_PROJECTION_POINTS = 32
 # Evidence on lengths fades over this many ended requests, so that a change of traffic is noticed.
 _MEMORY_REQUESTS = 300.0
 # Classes of requests whose lengths are told apart; any further ones share the common model.

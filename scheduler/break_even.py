@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BINS = 24
+_MAX_PROJECTED_ROWS = 64
 # A hazard that stands for certainty: exp(-30) is as good as nothing.
 _CERTAIN = 30.0
 
@@ -83,7 +84,7 @@ def row_steps_per_preemption(
     reach = np.minimum(now[:, None] + times, batch.bounds[:, None])
     if stride > 1:
         reach //= stride
-    hazard = _look_up(batch, cumulative_hazard, reach)
+    hazard = _look_up(cumulative_hazard, batch.classes, reach)
     by_bin = hazard.sum(axis=0)
     # Times are whole steps, so bins differ by one; rates are per bin of equal width.
     rates = (by_bin[1:] - by_bin[:-1]) * (width / np.maximum(np.diff(times), 1))
@@ -103,13 +104,15 @@ def row_steps_per_preemption(
 
 
 def _look_up(
-    batch: Batch, cumulative_hazard: NDArray[np.float64], entries: NDArray[np.int64]
+    cumulative_hazard: NDArray[np.float64],
+    classes: NDArray[np.int64] | None,
+    entries: NDArray[np.int64],
 ) -> NDArray[np.float64]:
     """Values of the hazard table at int64 [n, k] entries, each row in the table of its class."""
     width = cumulative_hazard.shape[-1]
     entries = np.minimum(entries, width - 1)
-    if batch.classes is not None:
-        entries += (batch.classes * width)[:, None]
+    if classes is not None:
+        entries += (classes * width)[:, None]
     return cumulative_hazard.ravel()[entries]
 
 
@@ -128,8 +131,9 @@ def _payback_shares(
     sizes, shares = np.minimum(paybacks[large], bins), weights[large]
     whole = sizes.astype(np.int64)
     upper = shares * (sizes - whole)
-    by_payback = np.bincount(whole, weights=shares - upper, minlength=bins + 2)
-    by_payback += np.bincount(whole + 1, weights=upper, minlength=bins + 2)
+    by_payback = np.zeros(bins + 2)
+    np.add.at(by_payback, whole, shares - upper)
+    np.add.at(by_payback, whole + 1, upper)
     return drift, float(shares.sum()), by_payback
 
 
@@ -179,30 +183,51 @@ def expected_gain_and_cost(
       Expected share of a step's fixed cost that its presence saves, summed over steps; and the
       expected tokens to recompute.
     """
-    now, n, size = batch.generated, len(batch.tokens), batch.block_size
+    n, size = len(batch.tokens), batch.block_size
+    rows, scale = _sample_rows(batch.tokens)
+    tokens, now, bounds = batch.tokens[rows], batch.generated[rows], batch.bounds[rows]
+    classes = None if batch.classes is None else batch.classes[rows]
     later = now[:, None] + times
-    alive = later < batch.bounds[:, None]
+    alive = later < bounds[:, None]
     if stride > 1:
         later, now = later // stride, now // stride
-    start = _look_up(batch, cumulative_hazard, now[:, None])
-    present = np.exp(start - _look_up(batch, cumulative_hazard, later))
+    present = _look_up(cumulative_hazard, classes, now[:, None]) - _look_up(
+        cumulative_hazard, classes, later
+    )
+    np.exp(present, out=present)
     present *= alive
     # A row's last block is half empty on average.
-    blocks = (batch.tokens[:, None] + times + 0.5 * (size - 1)) / size
+    blocks = tokens[:, None] + times
+    blocks += 0.5 * (size - 1)
+    blocks /= size
     expected = blocks * present
-    spread = ((blocks - expected) * expected)[:-1].sum(axis=0)
-    candidate = blocks[-1]
-    used = expected[:-1].sum(axis=0) + candidate
+    candidate, stays = blocks[-1], present[-1]
+    used = scale * expected[:-1].sum(axis=0) + candidate
+    share = np.minimum(candidate / used, 1.0 / n)
+    blocks -= expected  # in place: `candidate` is gone from here on
+    blocks *= expected
+    spread = scale * blocks[:-1].sum(axis=0)
     full = _normal_cdf((used - batch.capacity_blocks) / np.sqrt(spread + 1.0))
     full = np.maximum.accumulate(full)
-    stays = present[-1]
-    share = np.minimum(candidate / used, 1.0 / n)
     density = (1.0 - full) * stays * share
     gain = float((0.5 * (density[1:] + density[:-1]) * np.diff(times)).sum())
     middle = 0.5 * (times[1:] + times[:-1])
     loss = np.diff(full) * 0.5 * (stays[1:] + stays[:-1])
     cost = float((loss * (own_tokens + middle)).sum() + full[0] * own_tokens)
     return gain, cost
+
+
+def _sample_rows(tokens: NDArray[np.float64]) -> tuple[NDArray[np.intp] | slice, float]:
+    """Rows that stand for a large batch, the last one among them, and how many each stands for.
+
+    Running order is order of age, so that evenly spaced rows are a good sample of ages and sizes.
+    The number is by tokens, so that today's use of the pool is right.
+    """
+    n = len(tokens)
+    if n <= _MAX_PROJECTED_ROWS:
+        return slice(None), 1.0
+    rows = np.linspace(0, n - 1, _MAX_PROJECTED_ROWS).astype(np.intp)
+    return rows, float(tokens[:-1].sum() / tokens[rows[:-1]].sum())
 
 
 def _normal_cdf(x: NDArray[np.float64]) -> NDArray[np.float64]:

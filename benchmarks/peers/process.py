@@ -95,8 +95,8 @@ class Worker:
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
-        except OSError as error:
-            raise WorkerError(f"it has ended: {error.strerror}") from error
+        except (OSError, ValueError) as error:  # ValueError: closed by us
+            raise WorkerError(f"it has ended: {error}") from error
         return self._answer(timeout_s)
 
     def memory(self) -> dict[str, int]:
