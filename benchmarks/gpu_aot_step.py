@@ -16,12 +16,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks.gpu_check.shapes import model_fields
+from engine.config import EngineConfig
 from engine.device_state import StepShape, init_state
 from engine.step import StepConfig, make_step
 from models import Transformer
 from models.config import ModelConfig
 from models.hf_config import config_from_fields
 from pallas_kernels import KVCacheSpec, gpu, gpu_tables
+from pallas_kernels.testing import lower_for_cuda
 
 
 def abstract_step(
@@ -31,7 +33,8 @@ def abstract_step(
     spec = KVCacheSpec(num_pages, 16, config.num_kv_heads, config.head_dim, jnp.bfloat16)
     graphdef, params = nnx.split(Transformer.abstract(config, dtype=jnp.bfloat16))
     leaves, treedef = jax.tree.flatten(params)
-    step = make_step(graphdef, treedef, StepConfig(spec, "gpu"), shape)
+    settings = StepConfig(spec, "gpu", max_decode_steps=EngineConfig().max_decode_steps)
+    step = make_step(graphdef, treedef, settings, shape)
     pages = jax.eval_shape(lambda: [gpu.init_kv_pages(spec) for _ in range(config.num_layers)])
     state = jax.eval_shape(lambda: init_state(256, max_model_len, -(-max_model_len // 16)))
     packed = jax.ShapeDtypeStruct((shape.input_size,), jnp.int32)
@@ -39,10 +42,9 @@ def abstract_step(
 
 
 def lower_step(config: ModelConfig, shape: StepShape) -> str:
-    """The step's StableHLO for CUDA. Needs no plugin with jax 0.10; later ones need a GPU."""
+    """The step's StableHLO for CUDA; needs no plugin."""
     step, arguments = abstract_step(config, shape, num_pages=64, max_model_len=256)
-    traced = jax.jit(step, donate_argnums=(1, 2)).trace(*arguments)
-    return traced.lower(lowering_platforms=("cuda",)).as_text()
+    return lower_for_cuda(jax.jit(step, donate_argnums=(1, 2)), *arguments)
 
 
 def compile_step(

@@ -5,6 +5,10 @@
 Simulated: two recorded decode-heavy traces, and the first of them again with the other settings
 that bear on admission (only the chunk reserved, priority order, a small chunk budget), and a load
 below half the pool, where no watermark may cost anything.
+
+    python -m benchmarks.kv_cache_watermark --mode=live [-- flags of benchmarks.watermark_live]
+
+Live: our server with the small default model and a small pool, one start per setting and run.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from benchmarks import watermark_sweep
+from benchmarks import watermark_live, watermark_sweep
 from benchmarks.step_models import step_model_from
 from benchmarks.workloads import GENERATORS, half_load
 from scheduler.config import Watermark, check_watermark
@@ -29,7 +33,7 @@ FLAGS = flags.FLAGS
 DATA = pathlib.Path(__file__).parent / "data"
 TRACES = ("decode_heavy_closed128", "decode_heavy_poisson2.6")
 
-flags.DEFINE_enum("mode", "simulated", ["simulated"], "Where to measure.")
+flags.DEFINE_enum("mode", "simulated", ["simulated", "live"], "Where to measure.")
 flags.DEFINE_list("watermarks", ["0", "0.02", "0.05", "0.1", "0.15", "auto"], "Settings to sweep.")
 flags.DEFINE_list("scenarios", [], "Names of scenarios to run; all if empty.")
 flags.DEFINE_boolean("all_workloads", False, "Also the named workloads.")
@@ -60,7 +64,8 @@ def scenarios(all_workloads: bool) -> Iterator[tuple[str, Workload, dict[str, An
 
 
 def main(argv: list[str]) -> None:
-    del argv
+    if FLAGS.mode == "live":
+        sys.exit(watermark_live.main([f"--watermarks={','.join(FLAGS.watermarks)}", *argv[1:]]))
     try:
         _run_simulated()
     except (ValueError, OSError) as error:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -162,3 +164,13 @@ def make_case(
         sinks=jnp.asarray(rng.standard_normal(num_q_heads), jnp.float32) if sinks else None,
         num_tokens=num_tokens,
     )
+
+
+def lower_for_cuda(function: Any, *args: Any, **kwargs: Any) -> str:
+    """The StableHLO of a jitted function for an abstract Hopper GPU; no device, no plugin."""
+    device = jax.sharding.AbstractDevice("NVIDIA H100", None, "gpu")
+    mesh = jax.sharding.AbstractMesh(
+        (1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        return function.trace(*args, **kwargs).lower(lowering_platforms=("cuda",)).as_text()
