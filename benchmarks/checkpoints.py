@@ -2,7 +2,7 @@
 
     python -m benchmarks.checkpoints [--model FILE.gguf] --output DIR
 
-DIR/hf-DTYPE is a Hugging Face folder (config.json, model.safetensors), DIR/model-DTYPE.gguf a GGUF
+DIR/hf-DTYPE is a Hugging Face folder (config.json, tokenizer, model.safetensors), DIR/model-DTYPE.gguf a GGUF
 file without quantisation, for DTYPE float32 and bfloat16. What is there already is kept.
 """
 
@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.gguf_tokenizer import build_tokenizer
 from models.config import ModelConfig
 from models.gguf_file import GGUFFile
 from models.gguf_loader import GGUFSource, config_from_gguf
@@ -69,6 +70,13 @@ def write_hugging_face(gguf: pathlib.Path, folder: pathlib.Path, dtype: str) -> 
     temporary = folder / "model.safetensors.part"
     save_file(tensors, temporary, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(hugging_face_config(config, dtype), indent=1))
+    build_tokenizer(file.metadata).save(str(folder / "tokenizer.json"))
+    tokens = file.metadata["tokenizer.ggml.tokens"]
+    names = {"tokenizer_class": "PreTrainedTokenizerFast"} | {
+        f"{name}_token": tokens[file.metadata[f"tokenizer.ggml.{name}_token_id"]]
+        for name in ("bos", "eos")
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
     # Last: a folder with this file is complete.
     os.replace(temporary, folder / "model.safetensors")
 

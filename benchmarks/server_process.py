@@ -1,4 +1,4 @@
-"""Starts run_server.py for a benchmark, waits for it, reads its metrics, ends it."""
+"""Starts run_server.py or another server for a benchmark, waits for it, reads its metrics, ends it."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ class ServerProcess:
         arguments: Sequence[str],
         log: pathlib.Path,
         *,
+        program: Sequence[str] = (sys.executable, str(ROOT / "run_server.py")),
         environment: Mapping[str, str] | None = None,
         timeout_s: float = 180.0,
     ):
         """Starts the server and waits for /health.
 
         Args:
-          arguments: flags of run_server.py, without host and port.
+          arguments: flags of the server, without host and port.
           log: file for what it prints.
+          program: the server; its flags include --host and --port.
           environment: variables to add.
           timeout_s: for the start.
 
@@ -49,13 +51,12 @@ class ServerProcess:
             port = probe.getsockname()[1]
         self.base_url = f"http://127.0.0.1:{port}"
         self._log = log
-        command = [sys.executable, str(ROOT / "run_server.py"), *arguments]
-        command += ["--host=127.0.0.1", f"--port={port}"]
+        command = [*program, *arguments, "--host=127.0.0.1", f"--port={port}"]
         self.started = time.perf_counter()
         with open(log, "wb") as file:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
-                env=os.environ | dict(environment or {}),
+                env=os.environ | dict(environment or {}), start_new_session=True,
             )  # fmt: skip
         try:
             self._wait(timeout_s)
@@ -92,14 +93,14 @@ class ServerProcess:
             return parse_metrics(answer.read().decode())
 
     def stop(self) -> None:
-        """SIGTERM, and SIGKILL if that does not end it."""
+        """SIGTERM, then SIGKILL for what that does not end: the server, and what it started."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 @contextlib.contextmanager

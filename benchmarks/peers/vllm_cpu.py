@@ -31,7 +31,7 @@ class Engine:
             dtype=settings["dtype"],
             max_model_len=settings["max_len"],
             max_num_seqs=settings["max_rows"],
-            enforce_eager=settings.get("eager", True),
+            enforce_eager=settings.get("eager", False),
             enable_prefix_caching=False,
             skip_tokenizer_init=True,
         )

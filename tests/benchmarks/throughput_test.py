@@ -247,7 +247,9 @@ def tiny_gguf(tmp_path_factory):
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(12)
-    writer.add_token_list([f"t{i}" for i in range(12)])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["t", "1", *(f"t{i}" for i in range(1, 11))])
+    writer.add_token_merges(["t 1"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     rng = np.random.default_rng(0)
@@ -268,6 +270,7 @@ def tiny_gguf(tmp_path_factory):
 
 @pytest.mark.parametrize("dtype", checkpoints.DTYPES)
 def test_converted_weights_are_the_same(tiny_gguf, tmp_path, dtype):
+    from engine.tokenizer import Tokenizer
     from models.hf_config import config_from_folder
     from models.safetensors_loader import SafetensorsSource
 
@@ -280,6 +283,8 @@ def test_converted_weights_are_the_same(tiny_gguf, tmp_path, dtype):
     assert again.metadata["tokenizer.ggml.tokens"] == file.metadata["tokenizer.ggml.tokens"]
     folder = tmp_path / f"hf-{dtype}"
     assert config_from_folder(folder)[0].num_kv_heads == config.num_kv_heads
+    assert Tokenizer.load(folder).id_to_token(3) == "t2"
+    assert Tokenizer.load(folder).eos_token_ids == (2,)
     hf, plain = SafetensorsSource(folder), GGUFSource(again, config)
     tolerance = 0 if dtype == "float32" else 2**-8
     for name in source.names():
