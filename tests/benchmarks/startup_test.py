@@ -1,12 +1,15 @@
 """The start-up benchmark's bookkeeping, the server's process, and the live sweep's rows."""
 
+import contextlib
 import http.server
 import threading
+import types
 
 import pytest
 
 from benchmarks import server_process, startup, watermark_live
 from benchmarks.server_process import parse_metrics
+from benchmarks.serving_load import Outcome
 
 
 def fake_start(seconds):
@@ -40,6 +43,35 @@ def test_bounds_are_checked(tmp_path):
         "a cold start takes 71.0 s, over 60 s",
         "a warm start takes 16.0 s, over 15 s",
     ]
+
+
+@pytest.mark.parametrize(("before", "late"), [(3, 0), (3, 1), (0, 0)])
+def test_compilations_after_the_start_are_counted(tmp_path, monkeypatch, before, late):
+    log, seen = tmp_path / "log", []
+
+    @contextlib.contextmanager
+    def serving(flags, log, environment):
+        assert environment["JAX_LOG_COMPILES"] == "1"
+        log.write_text("Finished XLA compilation of jit(step) in 1 s\n" * before)
+        yield types.SimpleNamespace(base_url="")
+
+    async def run_load(base_url, requests):
+        seen.append(requests)
+        if late and len(requests) == 17:
+            with log.open("a") as file:
+                file.write("Finished XLA compilation of jit(step) in 1 s\n")
+        return [Outcome()] * len(requests), 1.0
+
+    monkeypatch.setattr(startup, "serving", serving)
+    monkeypatch.setattr(startup, "run_load", run_load)
+    if not before:
+        with pytest.raises(RuntimeError, match="tells of no compilation"):
+            startup.count_compilations([], tmp_path, log)
+        return
+    assert startup.count_compilations([], tmp_path, log) == {"before": 3, "after": late}
+    assert {len(requests) for requests in seen} >= {1, 2, 3, 5, 8, 16, 17, 31, 32}
+    lengths = {len(r.prompt) for requests in seen for r in requests}
+    assert {1, 2, 16, 512, 513, 4095, 4096} <= lengths <= set(range(1, 4097))
 
 
 def test_a_cache_that_stays_empty_is_an_error(tmp_path):
