@@ -172,11 +172,15 @@ def summarize(
         rows.append(row)
     for row in rows:
         if row["engine"] == OURS:
-            _add_ratios(row, rows)
+            _add_ratios(row, rows, answers)
     return rows
 
 
-def _add_ratios(row: dict[str, Any], rows: Iterable[dict[str, Any]]) -> None:
+def _add_ratios(
+    row: dict[str, Any],
+    rows: Iterable[dict[str, Any]],
+    answers: dict[tuple[str, str, int], list[dict[str, Any]]],
+) -> None:
     peers = [
         other
         for other in rows
@@ -186,14 +190,21 @@ def _add_ratios(row: dict[str, Any], rows: Iterable[dict[str, Any]]) -> None:
     ]
     if not peers:
         return
+    ours = answers[OURS, row["dtype"], row["concurrency"]]
     for name, rate in (
         ("ratio", "decode_tok_s"), ("output_ratio", "output_tok_s"),
         ("prefill_ratio", "prefill_tok_s"),
     ):  # fmt: skip
         best = max(peers, key=lambda peer: peer[rate])
-        row[name] = row[rate] / best[rate]
+        theirs = answers[best["engine"], best["dtype"], row["concurrency"]]
+        # Over the rounds that both ran: a machine that slowed down later slowed one of them only.
+        both = min(len(ours), len(theirs))
+        row[name] = statistics.median(a[rate] for a in ours[:both]) / statistics.median(
+            a[rate] for a in theirs[:both]
+        )
         if name == "ratio":
             row["best_peer"] = f"{best['engine']} {best['dtype']}"
+            row["ratio_rounds"] = both
 
 
 def _rank(key: tuple[str, str, int]) -> tuple[int, int, int]:

@@ -180,6 +180,22 @@ def test_summary_takes_medians_and_compares_with_the_best_peer():
     assert "1.50x llama_cpp bfloat16" in table and "| 50% |" in table
 
 
+def test_ratios_count_the_rounds_that_both_ran():
+    def answers(*rates):
+        return [dict.fromkeys(throughput.RATES, rate) | {"tokens": [[1]]} for rate in rates]
+
+    rows = throughput.summarize(
+        {
+            ("tidegate", "bfloat16", 8): answers(90),  # out of time before its slow round
+            ("vllm_cpu", "bfloat16", 8): answers(60, 30),
+        },
+        {},
+        {},
+    )
+    ours = next(row for row in rows if row["engine"] == "tidegate")
+    assert (ours["ratio"], ours["prefill_ratio"], ours["ratio_rounds"]) == (1.5, 1.5, 1)
+
+
 def test_prompts_differ_and_have_their_length():
     prompts = throughput.make_prompts(range(50), 4, 70)
     assert [len(prompt) for prompt in prompts] == [70] * 4 and len({*map(tuple, prompts)}) == 4
