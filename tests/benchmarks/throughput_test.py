@@ -160,8 +160,8 @@ def test_summary_takes_medians_and_compares_with_the_best_peer():
         {
             ("llama_cpp", "bfloat16", 1): [answer(40), answer(60), answer(50)],
             ("vllm_cpu", "bfloat16", 1): [answer(20, (1, 3))],
-            ("tidegate", "bfloat16", 1): [answer(75)],
-            ("tidegate", "int8", 1): [answer(100)],
+            ("tidegate", "bfloat16", 1): [answer(70), answer(75), answer(80)],
+            ("tidegate", "int8", 1): [answer(100)] * 3,
             ("llama_cpp", "float32", 8): [answer(1000)],
         },
         {("tidegate", "int8"): {"peak_rss": 3 << 20, "rss": 2 << 20}},
