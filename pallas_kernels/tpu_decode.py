@@ -214,7 +214,7 @@ def _kernel(
             start_block(next_index, next_block, 1 - buffer)
 
         held = jnp.minimum(count - block * pages_per_block, pages_per_block)
-        wait_pages(pages_hbm, held, buffers.at[buffer], semaphores.at[buffer])
+        wait_pages(held, buffers.at[buffer], semaphores.at[buffer])
         base = (first + block * pages_per_block) * page_size
         high = kv_lens[row] - base
         low = jnp.int32(0)

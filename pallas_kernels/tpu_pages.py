@@ -42,18 +42,22 @@ def start_pages(
     jax.lax.fori_loop(groups * UNROLL, count, start_one, None)
 
 
-def wait_pages(pages_hbm: Ref, count: jax.Array, buffer: Ref, semaphore: Ref) -> None:
-    """Waits for `count` copies: one wait for a full buffer, else page by page."""
+def wait_pages(count: jax.Array, buffer: Ref, semaphore: Ref) -> None:
+    """Waits for `count` copies: one wait for a full buffer, else page by page.
+
+    A wait takes from the semaphore the bytes of its destination; its source is not looked at, so
+    the buffer stands for it (a pool may be smaller than the buffer).
+    """
     capacity = buffer.shape[0]
 
     @pl.when(count == capacity)
     def _() -> None:
-        pltpu.make_async_copy(pages_hbm.at[pl.ds(0, capacity)], buffer, semaphore).wait()
+        pltpu.make_async_copy(buffer, buffer, semaphore).wait()
 
     @pl.when(count != capacity)
     def _() -> None:
         def wait(index: jax.Array, carry: None) -> None:
-            pltpu.make_async_copy(pages_hbm.at[0], buffer.at[index], semaphore).wait()
+            pltpu.make_async_copy(buffer.at[index], buffer.at[index], semaphore).wait()
             return carry
 
         jax.lax.fori_loop(0, count, wait, None)

@@ -334,8 +334,7 @@ def _kernel(
             start_block(next_heads, next_index, next_block, 1 - buffer)
 
         held = jnp.minimum(item.num_pages - block * pages_per_block, pages_per_block)
-        source = pages_hbm.at[:, pl.ds(0, num_heads)]
-        wait_pages(source, held, buffers.at[buffer], semaphores.at[buffer])
+        wait_pages(held, buffers.at[buffer], semaphores.at[buffer])
         base = (item.first_page + block * pages_per_block) * page_size
 
         def key_step(index: jax.Array, carry: None) -> None:
