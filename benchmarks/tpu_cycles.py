@@ -5,6 +5,8 @@ from how often each loop runs, DMA bytes from the pages each kernel copies:
 
     python -m benchmarks.tpu_cycles --topology v5e:1x1 --output cycles.md
 
+JAX's kernel takes the best, by bundles, of its own tuned block sizes and some others.
+
 What it cannot see: stalls on DMA and on VMEM banks, clock throttling, the time between kernels.
 """
 
@@ -37,8 +39,21 @@ _TIMEOUT = flags.DEFINE_integer("timeout", 600, "Seconds for one compile.")
 _OUTPUT = flags.DEFINE_string("output", None, "Write the table here as well.")
 _COMPILE = flags.DEFINE_string("compile", None, "Internal: compile this JSON description and exit.")
 
-# Peak HBM bytes per second and clock in Hz of one core.
-CHIPS = {"v5e": (819e9, 1.5e9), "v6e": (1640e9, 1.75e9)}
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """Peaks of one core: HBM bytes and bfloat16 operations per second, clock in Hz."""
+
+    bandwidth: float
+    flops: float
+    clock: float
+    tuned_name: str  # in the table of JAX's kernel
+
+
+CHIPS = {
+    "v5e": Chip(819e9, 197e12, 1.5e9, "TPU v5"),
+    "v6e": Chip(1640e9, 918e12, 1.75e9, "TPU v6"),
+}
 HEADS = {"8b": (32, 8), "70b_tp8": (8, 1)}
 
 
@@ -77,6 +92,12 @@ class Shape:
     def needed_bytes(self) -> int:
         """Live pages, queries and outputs, each once."""
         return sum(self.pages) * self.page_bytes + self.activation_bytes
+
+    @property
+    def flops(self) -> float:
+        """Multiply-adds under the causal mask, counted twice."""
+        pairs = sum(q * kv - q * (q - 1) / 2 for q, kv in self.rows)
+        return 4.0 * pairs * self.q_heads * 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,14 +160,28 @@ def our_cost(shape: Shape, chip: str) -> Cost:
     )
 
 
-def their_cost(shape: Shape, chip: str) -> Cost:
-    """The best of JAX's kernel over its tuned and some other block sizes, by bundles."""
+def their_block_sizes(shape: Shape, tuned_name: str) -> list[tuple[int, int]]:
+    """(pages, queries) per block to try on JAX's kernel: what its table says first."""
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import tuned_block_sizes as tuned
+
     width = max(shape.pages)
-    candidates = [(128, 32)]  # its default
-    candidates += [(32, 8), (128, 8)] if shape.decode else [(16, 32), (32, 32), (32, 64)]
+    heads = (shape.q_heads, shape.kv_heads)
+    key = ("bfloat16", "bfloat16", *heads, 128, shape.page_size, shape.tokens, width)
+    entry = tuned.TUNED_BLOCK_SIZES[tuned_name].get(tuned.simplify_key(key), (128, 32))
+    if shape.decode:
+        others = [(512, 8), (2048, 8)]
+    else:
+        others = [(256, 32), (512, 32), (512, 64)]
+    found = [entry, *((max(tokens // shape.page_size, 1), n) for tokens, n in others)]
+    bounded = [(min(pages, width), min(queries, shape.tokens)) for pages, queries in found]
+    return list(dict.fromkeys(bounded))
+
+
+def their_cost(shape: Shape, chip: str) -> Cost:
+    """The best of JAX's kernel over `their_block_sizes`, by bundles."""
+    candidates = their_block_sizes(shape, CHIPS[chip.split(":")[0]].tuned_name)
     best: Cost | None = None
     for pages, queries in candidates:
-        pages, queries = min(pages, width), min(queries, shape.tokens)
         request = {
             "kind": "theirs",
             "shape": dataclasses.asdict(shape),
@@ -267,13 +302,14 @@ def main(argv: Sequence[str]) -> None:
     if _COMPILE.value:
         print(json.dumps(_compile_here(json.loads(_COMPILE.value))))
         return
-    bandwidth, clock = CHIPS[_TOPOLOGY.value.split(":")[0]]
+    chip = CHIPS[_TOPOLOGY.value.split(":")[0]]
     lines = [
         f"{_TOPOLOGY.value}, page {_PAGE_SIZE.value}, bfloat16, head size 128",
         "",
         "| shape | bundles ours | bundles JAX | ratio | DMA ours / needed | DMA JAX / needed "
-        "| spills ours / JAX | roofline share ours | blocks ours | blocks JAX |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| spills ours / JAX | HBM roofline share ours | MXU peak share ours | blocks ours "
+        "| blocks JAX |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines), flush=True)
     for shape in shapes(_PAGE_SIZE.value):
@@ -281,13 +317,15 @@ def main(argv: Sequence[str]) -> None:
             continue
         ours, theirs = our_cost(shape, _TOPOLOGY.value), their_cost(shape, _TOPOLOGY.value)
         # Copies overlap with bundles: the longer of the two is the estimate.
-        ideal = shape.needed_bytes / bandwidth
-        share = ideal / max(ours.bundles / clock, ours.dma_bytes / bandwidth)
+        seconds = max(ours.bundles / chip.clock, ours.dma_bytes / chip.bandwidth)
+        memory = shape.needed_bytes / chip.bandwidth / seconds
+        compute = shape.flops / chip.flops / seconds
         lines.append(
             f"| {shape.name} | {ours.bundles:.3g} | {theirs.bundles:.3g} "
             f"| {ours.bundles / theirs.bundles:.2f} | {ours.dma_bytes / shape.needed_bytes:.2f} "
             f"| {theirs.dma_bytes / shape.needed_bytes:.2f} | {ours.spills:.3g} / "
-            f"{theirs.spills:.3g} | {share:.2f} | {ours.detail} | {theirs.detail} |"
+            f"{theirs.spills:.3g} | {memory:.2f} | {compute:.2f} | {ours.detail} "
+            f"| {theirs.detail} |"
         )
         print(lines[-1], flush=True)
     if _OUTPUT.value:
