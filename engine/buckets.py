@@ -31,13 +31,16 @@ def mixed_token_buckets(max_num_batched_tokens: int, smallest: int = 16) -> tupl
 class Buckets:
     """The compiled shapes, and which of them a step takes."""
 
-    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int):
-        self.decode = tuple(
-            StepShape(rows, rows, decode=True) for rows in decode_row_buckets(max_num_seqs)
-        )
+    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, *, least: int = 1):
+        """Args:
+        max_num_seqs, max_num_batched_tokens: the limits.
+        least: rows and tokens that every step is padded to.
+        """
+        rows = {max(least, n) for n in decode_row_buckets(max_num_seqs)}
+        tokens = {max(least, n) for n in mixed_token_buckets(max_num_batched_tokens)}
+        self.decode = tuple(StepShape(n, n, decode=True) for n in sorted(rows))
         self.mixed = tuple(
-            StepShape(tokens, min(tokens, max_num_seqs), decode=False)
-            for tokens in mixed_token_buckets(max_num_batched_tokens)
+            StepShape(n, max(least, min(n, max_num_seqs)), decode=False) for n in sorted(tokens)
         )
 
     @property

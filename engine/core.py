@@ -118,7 +118,12 @@ class EngineCore:
             num_slots=sizes.max_num_seqs,
             max_model_len=sizes.max_model_len,
             max_blocks=self.scheduler.config.max_blocks_per_seq,
-            buckets=Buckets(sizes.max_num_seqs, sizes.max_num_batched_tokens),
+            buckets=Buckets(
+                sizes.max_num_seqs,
+                sizes.max_num_batched_tokens,
+                # Fewer rows take kernels that sum in another order.
+                least=8 if config.batch_invariant else 1,
+            ),
         )
         if config.warmup:
             self._warm_up(progress)

@@ -47,3 +47,10 @@ def test_one_token_prefill_is_not_a_decode():
 def test_over_the_largest_names_the_flag(rows, tokens, decodes, flag):
     with pytest.raises(ValueError, match=flag):
         Buckets(8, 64).select(num_rows=rows, num_tokens=tokens, num_decodes=decodes)
+
+
+def test_every_step_is_padded_to_the_least_size():
+    buckets = Buckets(4, 64, least=8)
+    assert all(shape.num_rows >= 8 and shape.num_tokens >= 8 for shape in buckets.all)
+    assert buckets.select(num_rows=1, num_tokens=1, num_decodes=1).num_rows == 8
+    assert len({(s.num_tokens, s.num_rows, s.decode) for s in buckets.all}) == len(buckets.all)
