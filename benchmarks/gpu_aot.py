@@ -2,7 +2,8 @@
 
 Needs the CUDA plugin of the installed jax (extras cuda12, cuda13) and its `ptxas`; no driver and
 no device. XLA compiles for a target described in text; its dump gives the PTX and the launch
-sizes, and ptxas -v says what the machine code uses.
+sizes, and ptxas -v says what the machine code uses. jax 0.10 writes that PTX; jax 0.11 compiles the
+same kernels and leaves their PTX out of the dump, so there the figures are refused.
 """
 
 from __future__ import annotations
@@ -154,7 +155,11 @@ def ptxas() -> str:
 
 
 def kernel_figures(dump: Path, capability: int) -> list[Figures]:
-    """Figures of every Pallas kernel in a dump."""
+    """Figures of every Pallas kernel in a dump.
+
+    Raises:
+      RuntimeError: a kernel is launched whose PTX is not in the dump.
+    """
     launches = {}
     for path in sorted(dump.glob("*thunk_sequence.txt")):
         pattern = r"(\w+) grid: \[.*?\] threads: \[(\d+), .*?shared_memory: (\d+)"
@@ -192,6 +197,13 @@ def kernel_figures(dump: Path, capability: int) -> list[Figures]:
                     _fitting(registers, shared, threads, capability),
                 )
             )
+    if missing := sorted(set(launches) - {f.name for f in figures}):
+        raise RuntimeError(
+            f"the dump of jax {jax.__version__} has no PTX of {', '.join(missing)}; "
+            "jax 0.10 writes it"
+        )
+    if not figures:
+        raise RuntimeError(f"the dump of jax {jax.__version__} names no kernel at all")
     return figures
 
 

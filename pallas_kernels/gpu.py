@@ -2,7 +2,7 @@
 
 A mixed step runs two kernels: one over tiles of query tokens (gpu_prefill), one over the decoding
 rows with their context split over programs (gpu_decode). A decode-only step runs the second alone.
-Which GPUs and types are served is said by `check_supported`; docs/kernels_gpu.md has the reasons.
+Which GPUs and types are served is said by `check_supported`; docs/kernels.md has the reasons.
 """
 
 from __future__ import annotations

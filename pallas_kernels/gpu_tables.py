@@ -1,8 +1,8 @@
 """Tile sizes, warps and pipeline stages of the GPU kernels, by compute capability.
 
 The entries were chosen so that no kernel spills registers and at least two decode programs fit on
-a multiprocessor (checked by compiling for each target, docs/kernels_gpu.md); `python -m
-benchmarks.gpu_kernels --tune` measures alternatives on a GPU and prints entries in this form.
+a multiprocessor (checked by compiling for each target, docs/kernels.md); `python -m
+benchmarks.gpu_tune` measures alternatives on a GPU and prints entries in this form.
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ def _fill(*, shape: tuple[int, ...], dtype: Any, seed: int) -> Any:
     return jax.random.normal(key, shape, jnp.bfloat16).astype(dtype)
 
 
-def _attend(shape: AttentionShape, inputs: dict[str, Any], max_query_len: int | None) -> Any:
+def attend_call(shape: AttentionShape, inputs: dict[str, Any], max_query_len: int | None) -> Any:
+    """A jitted attention call over these inputs; takes no arguments."""
     import jax
     import jax.numpy as jnp
 
@@ -108,7 +109,7 @@ def _report_decode(
 ) -> None:
     import jax.numpy as jnp
 
-    call = _attend(shape, inputs, 1)
+    call = attend_call(shape, inputs, 1)
     error = check_rows(shape, inputs, call())
     seconds = time_jax(call, repeats=shape.repeats)
     itemsize = jnp.dtype(inputs["spec"].dtype).itemsize
@@ -160,7 +161,7 @@ def check_rows(shape: AttentionShape, inputs: dict[str, Any], out: Any) -> float
     return worst
 
 
-def prefill_inputs(shape: AttentionShape) -> dict[str, Any]:
+def prefill_inputs(shape: AttentionShape, kv_dtype: Any = "bfloat16") -> dict[str, Any]:
     """One prompt of `shape.prompt` tokens."""
     import jax
     import jax.numpy as jnp
@@ -169,7 +170,7 @@ def prefill_inputs(shape: AttentionShape) -> dict[str, Any]:
     from pallas_kernels.batch import ragged_batch
 
     pages = 1 + -(-shape.prompt // shape.page_size)
-    spec = KVCacheSpec(pages, shape.page_size, shape.num_kv_heads, shape.head_dim, "bfloat16")
+    spec = KVCacheSpec(pages, shape.page_size, shape.num_kv_heads, shape.head_dim, kv_dtype)
     batch = ragged_batch(
         jnp.asarray([0, shape.prompt], jnp.int32),
         jnp.asarray([shape.prompt], jnp.int32),
@@ -191,7 +192,7 @@ def prefill_flop(shape: AttentionShape) -> float:
 
 
 def _prefill(section: Section, shape: AttentionShape) -> None:
-    call = _attend(shape, prefill_inputs(shape), None)
+    call = attend_call(shape, prefill_inputs(shape), None)
     seconds = time_jax(call, repeats=shape.repeats)
     rate = prefill_flop(shape) / seconds / 1e12
     section.put(
