@@ -121,8 +121,21 @@ def ragged_paged_attention(
 ) -> Num[Array, "T Hq D"]:
     """Attention of each query over its row's pages; zeros or finite values for padding tokens.
 
-    Raises NotImplementedError for float16 queries and for page tables beyond scalar memory.
+    Raises NotImplementedError for a row whose page table alone is beyond scalar memory.
     """
+    if q.dtype == jnp.float16 or (q.dtype == jnp.bfloat16 and spec.dtype == jnp.float32):
+        # The MXU multiplies no float16, and float32 pages are worth their precision.
+        out = ragged_paged_attention(
+            q.astype(jnp.float32),
+            pages,
+            batch,
+            spec,
+            config,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            sinks=sinks,
+        )
+        return out.astype(q.dtype)
     if (axis := tensor_parallel.head_axis()) is not None:
         return _by_heads(
             ragged_paged_attention,
@@ -233,21 +246,12 @@ class _Call:
     @classmethod
     def of(cls, q: Array, batch: RaggedBatch, spec: KVCacheSpec, config: AttentionConfig) -> _Call:
         layout = layout_of(spec)
-        if q.dtype not in (jnp.float32, jnp.bfloat16):
+        width = batch.page_indices.shape[1]
+        if tpu_tables.table_rows(width) == 0:
             raise NotImplementedError(
-                f"q has dtype {q.dtype.name}: the TPU kernels take float32 and bfloat16 queries"
-            )
-        if spec.dtype == jnp.float32 and q.dtype == jnp.bfloat16:
-            raise NotImplementedError(
-                "bfloat16 queries over float32 pages: the TPU kernels take float32 queries there"
-            )
-        table = batch.page_indices.size * 4
-        if table > tpu_tables.SMEM_BYTES * 3 // 4:
-            raise NotImplementedError(
-                f"a page table of {batch.page_indices.shape[0]} rows and "
-                f"{batch.page_indices.shape[1]} pages takes {table} bytes of the TPU's "
-                f"{tpu_tables.SMEM_BYTES} bytes of scalar memory: use larger pages, fewer rows or "
-                "a shorter max_model_len"
+                f"RaggedBatch.page_indices has {width} pages per row, {width * 4} bytes of the "
+                f"TPU's {tpu_tables.SMEM_BYTES} bytes of scalar memory: use larger pages or a "
+                "shorter max_model_len"
             )
         chip = tpu_tables.current_chip()
         operands = "f32" if q.dtype == jnp.float32 else "bf16"
@@ -270,6 +274,24 @@ class _Call:
         sinks: Float32[Array, " Hq"] | None,
     ) -> Num[Array, "R Hq D"]:
         """Rows of one query token: token r is row r."""
+        most = tpu_tables.table_rows(batch.page_indices.shape[1])
+        if q.shape[0] > most:
+            parts = [
+                self.decode(
+                    q[start : start + most],
+                    pages,
+                    batch._replace(
+                        kv_lens=batch.kv_lens[start : start + most],
+                        page_indices=batch.page_indices[start : start + most],
+                        num_decodes=batch.num_decodes - start,
+                    ),
+                    k_scale,
+                    v_scale,
+                    sinks,
+                )
+                for start in range(0, q.shape[0], most)
+            ]
+            return jnp.concatenate(parts)
         rows, q_heads, _ = q.shape
         heads = self.layout.spec.num_kv_heads
         groups = head_groups(q_heads, heads)
@@ -311,6 +333,22 @@ class _Call:
         sinks: Float32[Array, " Hq"] | None,
     ) -> Num[Array, "T Hq D"]:
         """The rows in `used`, of any query length."""
+        rows, width = batch.page_indices.shape
+        most = tpu_tables.table_rows(width)
+        if rows > most:
+            out = jnp.zeros_like(q)
+            token = jnp.arange(q.shape[0])
+            for start in range(0, rows, most):
+                stop = min(start + most, rows)
+                part = batch._replace(
+                    cu_q_lens=batch.cu_q_lens[start : stop + 1],
+                    kv_lens=batch.kv_lens[start:stop],
+                    page_indices=batch.page_indices[start:stop],
+                )
+                own = (token >= part.cu_q_lens[0]) & (token < part.cu_q_lens[-1])
+                found = self.prefill(q, pages, part, used[start:stop], k_scale, v_scale, sinks)
+                out = jnp.where(own[:, None, None], found, out)
+            return out
         tokens, q_heads, _ = q.shape
         heads, lanes = self.layout.spec.num_kv_heads, self.layout.lanes
         q_per_kv = head_groups(q_heads, heads).q_per_kv

@@ -137,7 +137,14 @@ def decode_pages(blocks: Blocks, layout: Layout) -> int:
 def decode_rows(layout: Layout, groups: HeadGroups, *, rows: int, q_itemsize: int) -> int:
     """Rows whose queries and outputs are in VMEM at once, two of each: at most 8 MiB."""
     row = 4 * groups.count * groups.rows * layout.lanes * q_itemsize
-    return max(min(rows, _DECODE_ROWS, 8 * MIB // row), 1)
+    most = max(min(_DECODE_ROWS, 8 * MIB // row), 1)
+    steps = max(-(-rows // most), 1)
+    return max(-(-rows // steps), 1)  # even steps: few rows are padding
+
+
+def table_rows(width: int) -> int:
+    """Rows whose page tables, `width` int32 each, fit scalar memory; 0 where not one does."""
+    return SMEM_BYTES * 3 // 4 // (4 * width)
 
 
 def prefill_blocks(

@@ -67,6 +67,8 @@ KERNELS = {
         "kv_dtype": jnp.float8_e4m3fn,
         "page_size": 32,
     },
+    "table_in_parts": {"q_heads": 32, "kv_heads": 8, "tokens": 256, "rows": 128, "width": 4096},
+    "table_in_parts_decode": {"q_heads": 32, "kv_heads": 8, "rows": 130, "width": 1500},
     "float32": {
         "q_heads": 8,
         "kv_heads": 2,
@@ -101,6 +103,7 @@ def _compile_kernels(
     dtype=jnp.bfloat16,
     kv_dtype=jnp.bfloat16,
     window: int | None = None,
+    width: int = 64,
 ):
     mesh = device_mesh(topology_devices(topology)[:1])
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -114,7 +117,7 @@ def _compile_kernels(
     batch = RaggedBatch(
         abstract((rows + 1,)),
         abstract((rows,)),
-        abstract((rows, 64)),
+        abstract((rows, width)),
         abstract((1,)),
         abstract((1,)),
         abstract((tokens,)),

@@ -61,6 +61,7 @@ class TestTpu(KernelSuite):
             "sinks_window_cap",
             "sliding_window_decode",
             "bf16",
+            "bf16_queries_f32_kv",
             "int8_kv_bf16",
             "fp8_kv",
         }
@@ -216,17 +217,30 @@ def test_what_is_not_served_is_named(changes, error, words) -> None:
         tpu.init_kv_pages(dataclasses.replace(SPEC, **changes))
 
 
-def test_float16_queries_are_declined() -> None:
-    case = make_case([(1, 20)], q_dtype=jnp.float16)
-    with pytest.raises(NotImplementedError, match="q has dtype float16"):
-        tpu.ragged_paged_attention(
-            case.q, tpu.init_kv_pages(case.spec), case.batch, case.spec, case.config
-        )
+def test_float16_queries_are_computed_in_float32() -> None:
+    case = make_case([(1, 20), (5, 9)], q_dtype=jnp.float16)
+    TestTpu().check(case)
+    assert attend(case)[0].dtype == jnp.float16
 
 
-def test_a_page_table_beyond_scalar_memory_is_declined() -> None:
+@pytest.mark.parametrize("decode", [True, False])
+def test_page_tables_beyond_scalar_memory_go_in_parts(monkeypatch, decode: bool) -> None:
+    rows = [(1, 40), (1, 1), (1, 16), (1, 17), (1, 64)]
+    rows += [] if decode else [(20, 20), (7, 45), (0, 0), (2, 2)]
+    case = make_case(rows, max_query_len=1 if decode else None)
+    width = case.batch.page_indices.shape[1]
+    monkeypatch.setattr(tpu_tables, "SMEM_BYTES", 2 * width * 4 * 4 // 3 + 4)
+    assert tpu_tables.table_rows(width) == 2
+
+    class Fresh(KernelSuite):
+        kernels = SimpleNamespace(**{**vars(tpu), "attend": interpreted(tpu.attend)})
+
+    Fresh().check(case)
+
+
+def test_a_row_beyond_scalar_memory_is_declined() -> None:
     case = make_case([(1, 20)], table_width=200_000)
-    with pytest.raises(NotImplementedError, match="page table of 2 rows and 200000 pages"):
+    with pytest.raises(NotImplementedError, match="200000 pages per row, 800000 bytes"):
         tpu.ragged_paged_attention(
             case.q, tpu.init_kv_pages(case.spec), case.batch, case.spec, AttentionConfig(0.1)
         )
