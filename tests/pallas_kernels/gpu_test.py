@@ -155,6 +155,20 @@ def test_tile_map_covers_every_token_once() -> None:
             assert position < 0  # sees no context
 
 
+@pytest.mark.parametrize("rows", [MIXED, DECODE], ids=["mixed", "decode"])
+def test_float16_queries_and_pages(rows) -> None:
+    max_query_len = 1 if rows is DECODE else None
+    case = make_case(rows, q_dtype=jnp.float16, kv_dtype=jnp.float16, max_query_len=max_query_len)
+    out, logical = _attend(case)
+    want = reference.ragged_paged_attention(
+        np.asarray(case.q), logical, case.batch, case.spec, case.config
+    )
+    got = out[: case.num_tokens].astype(np.float64)
+    top = np.nanmax(np.abs(logical[:, :, 1].astype(np.float64)))
+    # Three more bits than bfloat16, whose bound in the shared suite is 2e-2.
+    assert np.abs(got - want[: case.num_tokens]).max() <= 2e-2 / 8 * top
+
+
 def test_one_byte_pages_beyond_signed_offsets_are_two_arrays() -> None:
     spec = KVCacheSpec(1 << 15, 16, 8, 128, jnp.int8)  # 2**30 bytes
     assert not is_split(spec)
