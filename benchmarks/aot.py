@@ -15,6 +15,7 @@ from absl import app, flags
 
 from benchmarks import aot_plan
 from engine.buckets import Buckets
+from engine.config import EngineConfig
 
 _TOPOLOGY = flags.DEFINE_string("topology", "v6e:1x1", "TPU slice, as in v5e:2x2.")
 _MODEL_CONFIG = flags.DEFINE_string(
@@ -34,6 +35,12 @@ _UTILIZATION = flags.DEFINE_float("device_memory_utilization", 0.9, "Share of HB
 _NUM_BLOCKS = flags.DEFINE_integer(
     "num_kv_blocks", None, "Blocks of the pool to compile for; by default what seems to fit."
 )
+_DECODE_STEPS = flags.DEFINE_integer(
+    "max_decode_steps",
+    EngineConfig.max_decode_steps,
+    "Decode steps that one dispatch may run.",
+    lower_bound=1,
+)
 _ALL = flags.DEFINE_bool(
     "all_buckets", False, "Compile every bucket instead of the largest decode and mixed ones."
 )
@@ -50,6 +57,7 @@ def main(argv: Sequence[str]) -> None:
         _MAX_NUM_SEQS.value,
         _MAX_MODEL_LEN.value,
         _BLOCK_SIZE.value,
+        max_decode_steps=_DECODE_STEPS.value,
     )
     buckets = Buckets(plan.max_num_seqs, _MAX_TOKENS.value)
     shapes = buckets.all if _ALL.value else (buckets.decode[-1], buckets.mixed[-1])

@@ -78,6 +78,7 @@ class Plan:
       topology: name of the slice; heads and weights are split over all its devices.
       max_num_seqs, max_model_len, block_size: limits, as in the engine.
       num_blocks: KV blocks of the pool.
+      max_decode_steps: decode steps that one dispatch may run.
     """
 
     config: ModelConfig
@@ -88,6 +89,7 @@ class Plan:
     max_model_len: int = 8192
     block_size: int = 32
     num_blocks: int = 1024
+    max_decode_steps: int = EngineConfig.max_decode_steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +202,7 @@ class Compiler:
         page = jax.eval_shape(lambda: tpu.init_kv_pages(self.spec))
         pages = [self._abstract(page, P(None, "tp"))] * plan.config.num_layers
         packed = self._abstract(jax.ShapeDtypeStruct((shape.input_size,), jnp.int32))
-        settings = StepConfig(self.spec, "tpu", max_decode_steps=EngineConfig().max_decode_steps)
+        settings = StepConfig(self.spec, "tpu", max_decode_steps=plan.max_decode_steps)
         step = make_step(self._graphdef, self._treedef, settings, shape)
         start = time.perf_counter()
         try:

@@ -4,8 +4,11 @@
     python -m benchmarks.kernels --tune            # writes pallas_kernels/tpu_blocks.json
     python -m benchmarks.kernels --heads 32,8 --head_dim 128 --page_size 32 --rows 64 --context 2048
 
-A tuned entry is keyed by chip and shape class (heads, head size, page size, types); the best sizes
-are those with the least total time over a decode and a prefill step.
+A tuned entry is keyed by chip and shape class (heads, head size, page size, types). The sizes of the
+decode kernel are those that make its step fastest, and likewise those of the prefill kernel.
+
+Calls are chained inside one program, each on the output of the one before, so that a time is the
+kernel's own and not the host's.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ _DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Of que
 _KV_DTYPE = flags.DEFINE_enum(
     "kv_dtype", "bfloat16", ["bfloat16", "float32", "int8", "float8_e4m3fn"], "Of pages."
 )
-_REPEATS = flags.DEFINE_integer("repeats", 20, "Timed calls; the median is reported.")
+_REPEATS = flags.DEFINE_integer("repeats", 20, "Timed programs; the median is reported.")
+_CHAIN = flags.DEFINE_integer("chain", 16, "Calls in a row in one program.", lower_bound=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,53 +127,83 @@ def median_seconds(call: Callable[[], Any], repeats: int) -> float:
     return statistics.median(times)
 
 
-def time_workload(work: Workload, implementation: str, repeats: int) -> float:
-    """Seconds of one attention call."""
+def time_workload(work: Workload, implementation: str, repeats: int, chain: int) -> float:
+    """Seconds of one attention call, of `chain` in a row."""
     module = implementation_module(implementation)
     inputs = work.inputs()
     pages = module.init_kv_pages(work.spec)
-    function = jax.jit(
-        lambda pages, inputs: module.ragged_paged_attention(
-            pages=pages, spec=work.spec, config=work.config, **inputs
-        )
-    )
-    return median_seconds(lambda: function(pages, inputs), repeats)
+
+    def call_chain(q: jax.Array, pages: Any, rest: dict[str, Any]) -> jax.Array:
+        def call(_: Any, q: jax.Array) -> jax.Array:
+            return module.ragged_paged_attention(
+                q=q, pages=pages, spec=work.spec, config=work.config, **rest
+            )
+
+        return jax.lax.fori_loop(0, chain, call, q)
+
+    q, function = inputs.pop("q"), jax.jit(call_chain)
+    return median_seconds(lambda: function(q, pages, inputs), repeats) / chain
 
 
-def candidates() -> list[tpu_tables.Blocks]:
-    """Block sizes worth timing."""
-    decode = [
-        tpu_tables.Blocks(decode_bytes=n * 2**20, decode_keys=k)
-        for n, k in ((1, 256), (1, 512), (2, 512), (4, 512), (4, 1024), (8, 1024))
-    ]
-    prefill = [
-        tpu_tables.Blocks(tile_rows=t, step_rows=r, step_keys=k, prefill_heads=h)
-        for t, r, k, h in itertools.product((2048, 4096, 8192), (128, 256), (256, 512), (1, 2))
-    ]
-    return decode + prefill
+def candidates(base: tpu_tables.Blocks, decode: bool) -> list[tpu_tables.Blocks]:
+    """Block sizes worth timing for one of the two kernels, what is built in (`base`) first."""
+    if decode:
+        sizes = ((1, 128), (1, 256), (1, 512), (2, 512), (4, 512), (4, 1024), (8, 1024))
+        varied = [
+            dataclasses.replace(base, decode_bytes=n * 2**20, decode_keys=k) for n, k in sizes
+        ]
+    else:
+        varied = [
+            dataclasses.replace(base, tile_rows=t, step_rows=r, step_keys=k, prefill_heads=h)
+            for t, r, k, h in itertools.product(
+                (2048, 4096, 8192, 16384), (128, 256), (128, 256, 512), (1, 2)
+            )
+        ]
+    return list(dict.fromkeys([base, *varied]))
 
 
-def tune(works: Sequence[Workload], implementation: str, repeats: int) -> tpu_tables.Blocks:
-    """Best sizes for the decode step and for the prefill step, joined.
+def tune(
+    works: Sequence[Workload],
+    base: tpu_tables.Blocks,
+    timed: Callable[[Workload], float],
+) -> tpu_tables.Blocks:
+    """Best sizes for the decode step and for the prefill step of `works`, joined.
 
-    Candidates that do not compile (too much VMEM) are passed over and named.
+    Args:
+      works: a decode and a prefill step.
+      base: the sizes that are varied.
+      timed: seconds of a call, traced under the sizes in question. Candidates for which it raises
+        JaxRuntimeError (too much VMEM) are passed over and named.
+
+    Raises:
+      RuntimeError: no candidate ran for one of the steps.
     """
-    best: dict[bool, tuple[float, tpu_tables.Blocks]] = {}
-    for blocks in candidates():
-        for work in works:
-            decode = work.config.max_query_len == 1
+    chosen = base
+    for work in works:
+        decode = work.config.max_query_len == 1
+        kind = "decode" if decode else "prefill"
+        best: tuple[float, tpu_tables.Blocks] | None = None
+        for blocks in candidates(base, decode):
             with tpu_tables.use_blocks(blocks):
                 try:
-                    seconds = time_workload(work, implementation, repeats)
+                    seconds = timed(work)
                 except jax.errors.JaxRuntimeError as error:
                     print(f"passed over {blocks}: {str(error)[:120]}")
                     continue
-            print(f"{'decode' if decode else 'prefill'} {seconds * 1e6:.0f} us {blocks}")
-            if decode not in best or seconds < best[decode][0]:
-                best[decode] = (seconds, blocks)
-    decode, prefill = best[True][1], best[False][1]
+            print(f"{kind} {seconds * 1e6:.0f} us {blocks}")
+            if best is None or seconds < best[0]:
+                best = (seconds, blocks)
+        if best is None:
+            raise RuntimeError(f"no block sizes ran for the {kind} step: see what was passed over")
+        chosen = _joined(chosen, best[1], decode)
+    return chosen
+
+
+def _joined(chosen: tpu_tables.Blocks, found: tpu_tables.Blocks, decode: bool) -> tpu_tables.Blocks:
+    """`chosen` with the decode kernel's sizes, or all but those, from `found`."""
+    of_decode, of_prefill = (found, chosen) if decode else (chosen, found)
     return dataclasses.replace(
-        prefill, decode_bytes=decode.decode_bytes, decode_keys=decode.decode_keys
+        of_prefill, decode_bytes=of_decode.decode_bytes, decode_keys=of_decode.decode_keys
     )
 
 
@@ -191,14 +225,18 @@ def main(argv: Sequence[str]) -> None:
             raise app.UsageError(
                 f"--tune needs a TPU, and JAX runs on {jax.default_backend()} here"
             )
-        blocks = tune(works, name, _REPEATS.value)
-        layout = layout_of(works[0].spec)
+        chip, layout = tpu_tables.current_chip(), layout_of(works[0].spec)
         shape = tpu_tables.shape_class(layout, works[0].num_q_heads, jnp.dtype(works[0].dtype))
-        write_table(tpu_tables.current_chip(), shape, blocks)
-        print(f"{tpu_tables.current_chip()} {shape}: {blocks} -> {tpu_tables.TABLE_FILE}")
+        operands = "f32" if "float32" in (_DTYPE.value, _KV_DTYPE.value) else "bf16"
+        base = tpu_tables.blocks_for(chip, operands)
+        blocks = tune(
+            works, base, lambda work: time_workload(work, name, _REPEATS.value, _CHAIN.value)
+        )
+        write_table(chip, shape, blocks)
+        print(f"{chip} {shape}: {blocks} -> {tpu_tables.TABLE_FILE}")
         return
     for work in works:
-        seconds = time_workload(work, name, _REPEATS.value)
+        seconds = time_workload(work, name, _REPEATS.value, _CHAIN.value)
         kind = "decode" if work.config.max_query_len == 1 else "prefill"
         print(
             f"{name} {kind} {len(work.rows)} rows of {work.rows[0][1]}: {seconds * 1e6:.0f} us, "

@@ -1,5 +1,6 @@
 """Ahead-of-time compiles for TPUs: of the kernels, and of whole steps (slow: they need libtpu)."""
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -160,17 +161,24 @@ DECODE, MIXED = StepShape(64, 64, decode=True), StepShape(2048, 64, decode=False
         ("tpu7x:1x1x1", "llama-3.1-8b", None),
         ("v5e:1x1", "qwen3-0.6b", None),
         ("v6e:1x1", "qwen3-0.6b", None),
+        ("v5p:1x1x1", "qwen3-0.6b", None),
+        ("tpu7x:1x1x1", "qwen3-0.6b", None),
     ],
 )
 def test_whole_steps_compile_and_update_the_pool_in_place(topology, model, quantization, shape):
-    plan = aot_plan.Plan(aot_plan.KNOWN[model], topology, quantization, num_blocks=512)
+    plan = aot_plan.Plan(aot_plan.KNOWN[model], topology, quantization, num_blocks=2)
+    compiler = aot_plan.Compiler(plan)
+    # Most of what the weights leave, as when serving.
+    room = int(0.8 * aot_plan.HBM_BYTES[topology.split(":")[0]]) - compiler.weight_bytes
+    plan = dataclasses.replace(plan, num_blocks=room // compiler.page_bytes)
     compiler = aot_plan.Compiler(plan)
     report = compiler.compile(shape)
     assert report.problem == ""
     pool = compiler.page_bytes * plan.num_blocks
     assert report.aliased >= pool
     # Temporaries are those of the step alone: they would exceed the pool if it were copied.
-    assert report.temporaries < pool
+    # (On 7x a run of decode steps also holds the weights once more, in another tiling.)
+    assert report.temporaries < pool / 4
     assert report.arguments >= compiler.weight_bytes + pool
 
 
