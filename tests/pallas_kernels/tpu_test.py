@@ -14,7 +14,7 @@ from jax.extend.core import jaxprs_in_params
 from kernel_suite import KernelSuite
 
 from benchmarks.tpu_cycle_model import decode_runs, prefill_runs
-from pallas_kernels import reference, tpu, tpu_tables
+from pallas_kernels import reference, tpu, tpu_softmax, tpu_tables
 from pallas_kernels.attention_types import AttentionConfig, KVCacheSpec
 from pallas_kernels.testing import Case, make_case
 
@@ -145,19 +145,28 @@ def test_float32_queries_multiply_at_the_highest_precision(decode: bool) -> None
     assert all(equation.params["precision"] == highest for equation in dots)
 
 
-@pytest.mark.parametrize("rows", [[(1, 1000), (1, 513), (1, 0), (1, 128)], [(40, 200), (9, 9)]])
-def test_copies_are_those_of_the_cycle_model(monkeypatch, rows) -> None:
-    """Pages are copied as often as benchmarks.tpu_cycles counts: each live page once, no other."""
+@pytest.mark.parametrize(
+    "rows",
+    [[(1, 1000), (1, 513), (1, 0), (1, 128)], [(40, 200), (9, 9)], [(300, 700)]],
+    ids=["decode", "prefill", "prefill_below_the_diagonal"],
+)
+def test_copies_and_products_are_those_of_the_cycle_model(monkeypatch, rows) -> None:
+    """The kernels do what benchmarks.tpu_cycles counts: each live page once, no other product."""
     decode = all(q_len == 1 for q_len, _ in rows)
     case = make_case(rows, max_query_len=1 if decode else None, num_kv_heads=1)
-    counted = []
-    start = interpret_pallas_call.dma_start
+    copies, products = [], []
+    start, multiply = interpret_pallas_call.dma_start, tpu_softmax.Scoring.products
 
-    def counting(*args, **kwargs):
-        counted.append(1)
+    def counting_start(*args, **kwargs):
+        copies.append(1)
         return start(*args, **kwargs)
 
-    monkeypatch.setattr(interpret_pallas_call, "dma_start", counting)
+    def counting_products(self, q, keys):
+        jax.debug.callback(lambda: products.append(keys.shape[0]))
+        return multiply(self, q, keys)
+
+    monkeypatch.setattr(interpret_pallas_call, "dma_start", counting_start)
+    monkeypatch.setattr(tpu_softmax.Scoring, "products", counting_products)
     logical = reference.kv_write(
         np.asarray(case.k), np.asarray(case.v), case.logical, case.batch, case.spec
     )
@@ -170,11 +179,13 @@ def test_copies_are_those_of_the_cycle_model(monkeypatch, rows) -> None:
         case.config,
         **scales,
     )
+    jax.effects_barrier()
     blocks, layout = tpu_tables.blocks_for("v5p", "f32"), tpu.layout_of(case.spec)
     if decode:
-        kv_lens = [kv_len for _, kv_len in rows]
-        runs = decode_runs(kv_lens, 16, tpu_tables.decode_pages(blocks, layout))
+        kv_lens, pages = [n for _, n in rows], tpu_tables.decode_pages(blocks, layout)
+        runs = decode_runs(kv_lens, 16, pages)
         assert runs["pages"] == sum(-(-n // 16) for n in kv_lens)
+        assert len(products) == runs["whole"] + runs["chunks"]
     else:
         sizes = tpu_tables.prefill_blocks(blocks, layout, num_tokens=case.q.shape[0], q_per_kv=4)
         runs = prefill_runs(
@@ -186,7 +197,8 @@ def test_copies_are_those_of_the_cycle_model(monkeypatch, rows) -> None:
             sizes.step_keys,
             1,
         )
-    assert len(counted) == runs["pages"]
+        assert len(products) == runs["plain"] + runs["masked"]
+    assert len(copies) == runs["pages"]
 
 
 def test_copies_that_nobody_waits_for_are_found(monkeypatch) -> None:
