@@ -9,16 +9,18 @@ and the last one's end. The gaps are what the host failed to hide.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import gzip
 import json
 import pathlib
+import sys
 import tempfile
 import unittest.mock
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-from absl import app, flags
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -157,32 +159,43 @@ def plot(timelines: dict[str, Timeline], path: pathlib.Path, *, window_ms: float
     figure.savefig(path, dpi=110)
 
 
-_ROWS = flags.DEFINE_integer("rows", 32, "Decoding rows.", lower_bound=1)
-_DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Of weights and KV.")
-_STEPS = flags.DEFINE_integer("steps", 60, "Steps traced.", lower_bound=4)
-_WINDOW = flags.DEFINE_float("window_ms", 250.0, "Time shown in the plot.")
-_PLOT = flags.DEFINE_string("plot", None, "PNG file to draw, needs matplotlib.")
-_JSON = flags.DEFINE_boolean("json", False, "Print a list of {async_scheduling, busy} instead.")
-
-
-def main(argv: list[str]) -> None:
-    del argv
-    timelines, rows = {}, []
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.device_busy",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--rows", type=int, default=32, help="decoding rows")
+    add("--dtype", default="bfloat16", help="of weights and KV")
+    add("--steps", type=int, default=60, help="steps traced")
+    add("--window_ms", type=float, default=250.0, help="time shown in the plot")
+    add("--plot", type=pathlib.Path, help="PNG file to draw; needs matplotlib")
+    add("--json", action="store_true", help="print a list of {async_scheduling, busy} instead")
+    arguments = parser.parse_args(argv)
+    if arguments.rows < 1 or arguments.steps < 4:
+        parser.error(f"--rows={arguments.rows} --steps={arguments.steps}: at least 1 and 4")
+    timelines, results = {}, []
     for on in (False, True):
         timeline = record(
-            rows=_ROWS.value, dtype=_DTYPE.value, num_steps=_STEPS.value, async_scheduling=on
+            rows=arguments.rows,
+            dtype=arguments.dtype,
+            num_steps=arguments.steps,
+            async_scheduling=on,
         )
         timelines[f"async_scheduling {'on' if on else 'off'}"] = timeline
-        rows.append({"async_scheduling": on, "busy": timeline.busy})
-    if _PLOT.value:
-        plot(timelines, pathlib.Path(_PLOT.value), window_ms=_WINDOW.value)
-    if _JSON.value:
-        print(json.dumps(rows))
-        return
+        results.append({"async_scheduling": on, "busy": timeline.busy})
+    if arguments.plot:
+        plot(timelines, arguments.plot, window_ms=arguments.window_ms)
+    if arguments.json:
+        print(json.dumps(results))
+        return 0
     for name, timeline in timelines.items():
-        print(f"{name:22} device busy {timeline.busy:6.1%}   longest gap "
-              f"{timeline.longest_gap_ms:.2f} ms")  # fmt: skip
+        gap = timeline.longest_gap_ms
+        print(f"{name:22} device busy {timeline.busy:6.1%}   longest gap {gap:.2f} ms")
+    return 0
 
 
 if __name__ == "__main__":
-    app.run(main)
+    sys.exit(main())

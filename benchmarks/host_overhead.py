@@ -13,25 +13,24 @@ this fast is given several decode steps in one dispatch.
 
 from __future__ import annotations
 
+import argparse
+import cProfile
 import json
+import pstats
 import statistics
+import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.sampler import SampledLogprobs
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.step import StepOutput
-
-_ROWS = flags.DEFINE_list("rows", ["1", "32", "256"], "Decoding rows, comma-separated.")
-_STEPS = flags.DEFINE_integer("steps", 1000, "Steps per measurement.", lower_bound=10)
-_JSON = flags.DEFINE_boolean("json", False, "Print a list of {rows, single_us, us} instead.")
-_PROFILE = flags.DEFINE_boolean("profile", False, "Print where the host's time goes.")
 
 
 def _fake_step(rows: int, most: int) -> Any:
@@ -99,33 +98,43 @@ def _steps_in_flight(core: EngineCore) -> int:
     return plan.num_steps if plan and plan.num_decodes == plan.total_num_tokens else 0
 
 
-def main(argv: list[str]) -> None:
-    del argv
-    if _PROFILE.value:
-        import cProfile
-        import pstats
-
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.host_overhead",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--rows", default="1,32,256", help="decoding rows, comma-separated")
+    add("--steps", type=int, default=1000, help="steps per measurement")
+    add("--json", action="store_true", help="print a list of {rows, single_us, us} instead")
+    add("--profile", action="store_true", help="print where the time of single steps goes")
+    arguments = parser.parse_args(argv)
+    rows = [int(n) for n in arguments.rows.split(",")]
+    if arguments.profile:
         with cProfile.Profile() as profile:
-            measure(int(_ROWS.value[-1]), _STEPS.value, 1)
+            measure(rows[-1], arguments.steps, 1)
         pstats.Stats(profile).sort_stats("tottime").print_stats(25)
-        return
+        return 0
     most = EngineConfig().max_decode_steps
     results = [
         {
-            "rows": int(rows),
-            "single_us": measure(int(rows), _STEPS.value, 1),
-            "us": measure(int(rows), max(10, _STEPS.value // most), most),
+            "rows": n,
+            "single_us": measure(n, arguments.steps, 1),
+            "us": measure(n, max(10, arguments.steps // most), most),
         }
-        for rows in _ROWS.value
+        for n in rows
     ]
-    if _JSON.value:
+    if arguments.json:
         print(json.dumps(results))
-        return
+        return 0
     print("host us (thread CPU) per decode step")
     print(f"rows   one step per dispatch   up to {most} (default)")
     for result in results:
         print(f"{result['rows']:4d}   {result['single_us']:21.0f}   {result['us']:17.0f}")
+    return 0
 
 
 if __name__ == "__main__":
-    app.run(main)
+    sys.exit(main())

@@ -17,14 +17,15 @@ def test_a_trace_holds_every_step_and_the_waiting_is_not_the_hosts(tmp_path, tin
         timelines[str(on)] = timeline = record(
             rows=4,
             dtype="float32",
-            num_steps=12,
+            num_steps=40,
             async_scheduling=on,
             model=str(tiny_model_dir),
             load_format="dummy",
         )
-        assert 6 <= len(timeline.device) <= 26  # the smallest end before anybody waits for them
+        assert timeline.device  # not all 40: the smallest end before anybody waits for them
+        assert all(begin < end for begin, end in timeline.device)
         assert 0 < timeline.busy <= 1
-        assert len(timeline.host) == 24  # before the wait for tokens, and after it
+        assert len(timeline.host) == 80  # before the wait for tokens, and after it
         assert all(begin <= end for begin, end in timeline.host)
     plot(timelines, tmp_path / "timeline.png", window_ms=5)
     assert (tmp_path / "timeline.png").stat().st_size > 1000
